@@ -1,0 +1,67 @@
+# Set up and run everything. Needs Python 3.11 or newer, and make.
+#
+#   make demo     install into .venv, run the example
+#   make test     install the test tools, run the tests       TESTS="tests/cli -k version" runs some
+#   make lint     formatting, lint, types, layers
+#   make docs     the documentation site, into site/
+#   make bench    the benchmarks
+#   make clean    remove whatever the above made
+#
+# Another interpreter or environment: make PYTHON=python3.12 VENV=.venv-3.12 test
+
+PYTHON ?= python3
+VENV ?= .venv
+TESTS ?=
+WORKERS ?= logical
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --editable
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install test-env demo test lint docs bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(VENV)/.installed
+
+test-env: $(VENV)/.installed-test
+
+demo: install
+	@$(BIN)/python examples/toolbox.py
+
+test: test-env
+	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses=4 --dist=worksteal --durations=10 $(TESTS)
+
+lint: test-env
+	@status=0; for check in "ruff check" "ruff format --check" "basedpyright --pythonpath $(BIN)/python" \
+	    "lint-imports --no-logo"; do $(BIN)/$$check || status=1; done; exit $$status
+
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+bench: install
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	@rm -rf $(VENV) site dist build .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than pyproject.toml once its packages are installed; then pip is not asked again.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing xlstm_jax into $(VENV)"
+	@$(PIP) .
+	@touch $@
+
+$(VENV)/.installed-test $(VENV)/.installed-docs: $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	@echo "Installing xlstm_jax and its extra '$*' into $(VENV)"
+	@$(PIP) '.[$*]'
+	@touch $(VENV)/.installed $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "xlstm_jax needs Python 3.11 or newer; '$(PYTHON)' says: $$($(PYTHON) --version 2>&1 | tail -n 1)"; \
+	    echo "Name another one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)

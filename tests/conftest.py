@@ -1,0 +1,33 @@
+"""Eight simulated devices, checked shapes, and one compilation cache for the whole run."""
+
+import atexit
+import os
+import shutil
+import tempfile
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"])
+# Devices wait for each other in threads; with few of them, jaxlib 0.10 lets all threads wait at once.
+os.environ["PJRT_NPROC"] = "64"
+
+# The first process of a run makes the cache, its workers inherit it, and nothing outlives the run. With a size limit,
+# JAX locks the cache: without one, a worker can read an entry that another has half written.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    cache = tempfile.mkdtemp(prefix="xlstm_jax_test_cache_")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**32)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+from jaxtyping import install_import_hook
+
+install_import_hook("xlstm_jax", "beartype.beartype")
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    """The random key that a test starts from."""
+    return jax.random.key(0)

@@ -1,0 +1,1 @@
+"""The command `xlstm-jax`: one file a command."""

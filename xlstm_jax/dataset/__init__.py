@@ -1,0 +1,27 @@
+"""From files to batches; each name is imported when it is first used, so that batches cost no data libraries."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xlstm_jax.dataset.batch import Batch, LLMBatch, LLMIndexedBatch
+
+__all__ = ["Batch", "LLMBatch", "LLMIndexedBatch"]
+
+_MODULES = {
+    "Batch": "batch",
+    "LLMBatch": "batch",
+    "LLMIndexedBatch": "batch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

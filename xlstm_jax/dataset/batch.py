@@ -1,0 +1,181 @@
+"""Batches: what a data pipeline yields and a loss function reads."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.struct import dataclass
+
+dataclass_kwonly = functools.partial(dataclass, kw_only=True)
+"""Makes a class a tree whose further fields are keyword arguments: for batches of your own."""
+
+Array = jax.Array | Any
+"""A leaf of a batch: an array of JAX or NumPy, its shape and dtype, or what a tree map has put in its place."""
+
+
+@dataclass
+class Batch:
+    """Inputs and targets of a model, batch axis first."""
+
+    inputs: Array
+    targets: Array
+
+    def __getitem__(self, key: Any) -> Any:
+        """Slice every array; of a tuple, an array uses as many entries as it has axes."""
+        return jax.tree.map(lambda array: _compute(lambda x: x[_truncated(key, x.ndim)], array), self)
+
+
+@dataclass(kw_only=True)
+class LLMBatch(Batch):
+    """Packed token sequences for next-token prediction, all of shape (batch, length).
+
+    Several documents can lie one after the other in a row. The segmentation counts them from 1 and is 0 for padding;
+    the position counts the tokens of each document from 0. For the documents "a b c" and "d e", a row of length 7 has
+
+        inputs               0 a b 0 d 0 0
+        targets              a b c d e 0 0
+        segmentation         1 1 1 2 2 0 0
+        position             0 1 2 0 1 0 0
+        document borders     1 0 0 1 0 1 0
+
+    Borders are the columns at which a recurrent state starts anew: the first one, and wherever the segmentation of the
+    inputs differs from that of the column before.
+    """
+
+    inputs_position: Array
+    inputs_segmentation: Array
+    targets_position: Array
+    targets_segmentation: Array
+    _document_borders: Array | None = None
+
+    def get_document_borders(self) -> Array:
+        """Return where documents begin, as booleans of the shape of the inputs."""
+        if self._document_borders is not None:
+            return self._document_borders
+        return _compute(_find_borders, self.inputs_segmentation)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Slice every array; of a tuple, an array uses as many entries as it has axes.
+
+        The borders are those of the whole batch: a slice that starts inside a document has none in its first column.
+        """
+        whole = dataclasses.replace(self, _document_borders=self.get_document_borders())
+        return Batch.__getitem__(whole, key)
+
+    @staticmethod
+    def from_inputs(inputs: Array, targets: Array | None = None) -> "LLMBatch":
+        """Make a batch in which every row is one document.
+
+        Args:
+            inputs: The tokens, of shape (batch, length).
+            targets: The tokens to predict. Without them the inputs are the targets, and the model sees them shifted
+                right by one, behind a 0.
+
+        Returns:
+            The batch.
+        """
+        return LLMBatch(**_document_per_row(inputs, targets))
+
+    @staticmethod
+    def get_dtype_struct(batch_size: int, max_length: int) -> "LLMBatch":
+        """Return a batch of shapes and dtypes, without memory behind them."""
+        return LLMBatch(**_token_structs(batch_size, max_length))
+
+    @classmethod
+    def get_sample(cls, batch_size: int, max_length: int) -> "LLMBatch":
+        """Return a batch of zeros as tokens, in which every row is one document."""
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cls.get_dtype_struct(batch_size, max_length))
+        return dataclasses.replace(zeros, **_document_per_row(zeros.inputs, zeros.targets))
+
+
+@dataclass(kw_only=True)
+class LLMIndexedBatch(LLMBatch):
+    """Token sequences that know where they come from.
+
+    The indices have shape (batch,). A document that is split over rows has one `document_idx` and counts them with
+    `sequence_idx`; document 0 is padding.
+    """
+
+    document_idx: Array
+    sequence_idx: Array
+
+    @staticmethod
+    def from_inputs(  # pyright: ignore[reportIncompatibleMethodOverride]
+        inputs: Array, document_idx: Array, sequence_idx: Array, targets: Array | None = None
+    ) -> "LLMIndexedBatch":
+        """Make a batch in which every row is one document.
+
+        Args:
+            inputs: The tokens, of shape (batch, length).
+            document_idx: The document of each row.
+            sequence_idx: Which part of the document the row is.
+            targets: The tokens to predict, as for `LLMBatch.from_inputs`.
+
+        Returns:
+            The batch.
+        """
+        tokens = _document_per_row(inputs, targets)
+        return LLMIndexedBatch(**tokens, document_idx=document_idx, sequence_idx=sequence_idx)
+
+    @staticmethod
+    def get_dtype_struct(batch_size: int, max_length: int) -> "LLMIndexedBatch":
+        """Return a batch of shapes and dtypes, without memory behind them."""
+        index = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+        return LLMIndexedBatch(**_token_structs(batch_size, max_length), document_idx=index, sequence_idx=index)
+
+
+def _document_per_row(inputs: Array, targets: Array | None) -> dict[str, Array]:
+    if targets is None:
+        inputs, targets = _compute(_shift_right, inputs), inputs
+    return {
+        "inputs": inputs,
+        "targets": targets,
+        "inputs_position": _compute(_positions, inputs),
+        "inputs_segmentation": _compute(_ones, inputs),
+        "targets_position": _compute(_positions, inputs),
+        "targets_segmentation": _compute(_ones, inputs),
+    }
+
+
+def _token_structs(batch_size: int, max_length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    struct = jax.ShapeDtypeStruct((batch_size, max_length), jnp.int32)
+    tokens = ("inputs", "targets")
+    return {name + suffix: struct for suffix in ("", "_position", "_segmentation") for name in tokens}
+
+
+def _compute(function: Callable[[Array], Array], array: Array) -> Array:
+    """Apply a function to an array, or find the shape and dtype that it would give."""
+    return jax.eval_shape(function, array) if isinstance(array, jax.ShapeDtypeStruct) else function(array)
+
+
+def _truncated(key: Any, ndim: int) -> Any:
+    return key[:ndim] if isinstance(key, tuple) else key
+
+
+def _numpy_of(array: Array) -> Any:
+    """Return the library that an array belongs to: batches stay on the host until they are put on devices."""
+    return np if isinstance(array, np.ndarray) else jnp
+
+
+def _find_borders(segmentation: Array) -> Array:
+    numpy = _numpy_of(segmentation)
+    first = numpy.ones_like(segmentation[..., :1], dtype=bool)
+    return numpy.concatenate([first, segmentation[..., 1:] != segmentation[..., :-1]], axis=-1)
+
+
+def _shift_right(tokens: Array) -> Array:
+    numpy = _numpy_of(tokens)
+    return numpy.concatenate([numpy.zeros_like(tokens[..., :1]), tokens[..., :-1]], axis=-1)
+
+
+def _positions(tokens: Array) -> Array:
+    numpy = _numpy_of(tokens)
+    return numpy.tile(numpy.arange(tokens.shape[-1], dtype=numpy.int32), (*tokens.shape[:-1], 1))
+
+
+def _ones(tokens: Array) -> Array:
+    return _numpy_of(tokens).ones(tokens.shape, dtype=np.int32)

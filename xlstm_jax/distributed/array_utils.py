@@ -1,0 +1,182 @@
+"""Arrays and a mesh: this device's part of an array, the whole from the parts, one random key per device."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xlstm_jax.common_types import PRNGKeyArray, PyTree
+from xlstm_jax.utils.partitioned import (
+    AxisName,
+    axes_of,
+    is_partitioned,
+    partition_names,
+    unboxed,
+    with_names,
+)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Return the number of devices along a mesh axis, 1 where the axis does not exist.
+
+    A layer that asks this runs unchanged outside a mesh: there every axis has one device.
+    """
+    return math.prod(_size_or_one(axis) for axis in axes_of(axis_name))
+
+
+def _size_or_one(axis: str) -> int:
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        return 1
+
+
+def axis_index(axis_name: AxisName) -> jax.Array | int:
+    """Return this device's index along a mesh axis, 0 where the axis does not exist or has one device."""
+    return lax.axis_index(axis_name) if axis_size(axis_name) > 1 else 0
+
+
+def fold_rng_over_axis(rng: PRNGKeyArray, axis_name: AxisName) -> PRNGKeyArray:
+    """Fold the random key over the given axis.
+
+    This is useful for generating a different random number for each device across a certain axis (e.g. the model axis).
+
+    Args:
+        rng: The random key.
+        axis_name: The mesh axis, or a tuple of axes, to fold the key over.
+
+    Returns:
+        A new key, different for each device index along the axis.
+    """
+    return jax.random.fold_in(rng, axis_index(axis_name))
+
+
+def split_array_over_mesh(x: jax.Array, axis_name: AxisName, split_axis: int) -> jax.Array:
+    """Split an array over the given mesh axis.
+
+    Args:
+        x: The array to split.
+        axis_name: The mesh axis to split over.
+        split_axis: The axis of the array to split.
+
+    Returns:
+        The contiguous slice of the array that belongs to this device.
+    """
+    num_devices = axis_size(axis_name)
+    if num_devices == 1:
+        return x
+    size, remainder = divmod(x.shape[split_axis], num_devices)
+    if remainder:
+        raise ValueError(
+            f"Axis {split_axis} of an array of shape {x.shape} cannot be split over the {num_devices} devices of mesh "
+            f"axis {axis_name!r}: {x.shape[split_axis]} is not a multiple of {num_devices}."
+        )
+    return lax.dynamic_slice_in_dim(x, axis_index(axis_name) * size, size, axis=split_axis)
+
+
+def slice_computed_whole(x: jax.Array, axis_name: AxisName, split_axis: int) -> jax.Array:
+    """Take this device's slice of an array that each device computes whole, as when parameters are drawn.
+
+    The barrier keeps the compiler from computing the slice alone: that rounds differently, and the same seed must give
+    the same bits on every mesh.
+    """
+    return split_array_over_mesh(lax.optimization_barrier(x), axis_name, split_axis)
+
+
+def gather_whole(x: jax.Array, names: tuple[AxisName | None, ...]) -> jax.Array:
+    """Gather an array from the devices it is split over.
+
+    Args:
+        x: This device's part.
+        names: The mesh axis of each dimension, `None` for a dimension that is not split.
+
+    Returns:
+        The whole array, the same on all of those devices.
+    """
+    for dim, name in enumerate(names):
+        if name is not None and axis_size(name) > 1:
+            x = lax.all_gather(x, name, axis=dim, tiled=True)
+    return x
+
+
+def slice_own(x: jax.Array, names: tuple[AxisName | None, ...]) -> jax.Array:
+    """Take this device's part of a whole array: the inverse of `gather_whole`."""
+    for dim, name in enumerate(names):
+        if name is not None:
+            x = split_array_over_mesh(x, name, dim)
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scale_gradient(x: jax.Array, scale: float) -> jax.Array:
+    """Return `x`; its gradient is multiplied by `scale`."""
+    del scale
+    return x
+
+
+scale_gradient.defvjp(lambda x, _: (x, None), lambda scale, _, gradient: (gradient * scale,))
+
+
+def mean_gradient_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Return a parameter that is split over an axis, with the gradient of the mean over that axis' devices.
+
+    The objective is the mean over all devices of the local loss, but differentiating a device's program gives the
+    gradient of the sum. `sync_gradients` divides by the axes a leaf is replicated on; this does it for the others.
+    """
+    size = axis_size(axis_name)
+    return scale_gradient(x, 1.0 / size) if size > 1 else x
+
+
+def stack_params(
+    params: PyTree, axis_name: AxisName, axis: int = 0, mask_except: jax.Array | int | None = None
+) -> PyTree:
+    """Stack sharded parameters along a given axis name.
+
+    Args:
+        params: PyTree of parameters.
+        axis_name: Name of the mesh axis to stack along.
+        axis: Index of the new array axis; counted from the end of the result if negative.
+        mask_except: If not None, only the `mask_except`-th shard will be non-zero.
+
+    Returns:
+        PyTree of parameters with the same structure as params, but with the leaf nodes replaced by `nn.Partitioned`
+        objects with sharding over axis name added to axis-th axis of parameters.
+    """
+
+    def stack(x):
+        value, names = unboxed(x), partition_names(x)
+        position = axis if axis >= 0 else len(names) + 1 + axis
+        if not 0 <= position <= len(names):
+            raise ValueError(f"Cannot insert an axis at {axis} into a parameter of shape {jnp.shape(value)}.")
+        if mask_except is not None:
+            value = jnp.where(axis_index(axis_name) == mask_except, value, jnp.zeros_like(value))
+        return with_names(jnp.expand_dims(value, position), (*names[:position], axis_name, *names[position:]))
+
+    return jax.tree.map(stack, params, is_leaf=is_partitioned)
+
+
+def unstack_params(params: PyTree, axis_name: AxisName) -> PyTree:
+    """Unstack parameters along a given axis name.
+
+    Inverse operation to `stack_params`.
+
+    Args:
+        params: PyTree of parameters.
+        axis_name: Name of the mesh axis to unstack along.
+
+    Returns:
+        PyTree of parameters with the same structure as params, but with the leaf nodes having the sharding over the
+        axis name removed.
+    """
+
+    def unstack(x):
+        names = partition_names(x)
+        if axis_name not in names:
+            return x
+        position = names.index(axis_name)
+        value = jnp.squeeze(unboxed(x), axis=position)
+        return with_names(value, names[:position] + names[position + 1 :])
+
+    return jax.tree.map(unstack, params, is_leaf=is_partitioned)

@@ -1,0 +1,50 @@
+"""Wrap modules for FSDP and rematerialisation, and cap logits."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from xlstm_jax.distributed.data_parallel import shard_module_params
+from xlstm_jax.distributed.mesh_utils import ParallelConfig
+
+
+def prepare_module(
+    layer: Callable[..., nn.Module], layer_name: str, config: ParallelConfig | None
+) -> Callable[..., nn.Module]:
+    """Wrap a module class as a config asks for: split over the FSDP axis, computed again in the backward pass.
+
+    Args:
+        layer: The module class, or a `functools.partial` of one.
+        layer_name: The name by which `fsdp_modules` and `remat` of the config speak of it.
+        config: The config; `None` leaves the module as it is.
+
+    Returns:
+        The wrapped class. The names of its parameters do not change.
+    """
+    if config is None:
+        return layer
+    if layer_name in config.fsdp_modules:
+        layer = shard_module_params(
+            layer,
+            axis_name=config.fsdp_axis_name,
+            min_weight_size=config.fsdp_min_weight_size,
+            gather_dtype=config.fsdp_gather_dtype,
+            grad_scatter_dtype=config.fsdp_grad_scatter_dtype,
+        )
+    return _remat(layer) if layer_name in config.remat else layer
+
+
+def _remat(layer: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    if isinstance(layer, functools.partial):
+        return functools.partial(_remat(layer.func), *layer.args, **layer.keywords)
+    wrapped = nn.remat(layer, prevent_cse=False)
+    wrapped.__name__ = layer.__name__
+    return wrapped
+
+
+def soft_cap_logits(logits: jax.Array, cap_value: float | jax.Array | None) -> jax.Array:
+    """Squash logits into (-cap, cap) with `cap * tanh(logits / cap)`; `None` leaves them as they are."""
+    return logits if cap_value is None else cap_value * jnp.tanh(logits / cap_value)

@@ -1,0 +1,1 @@
+"""Turn models, data and optimizers into training runs."""

@@ -1,0 +1,235 @@
+"""Optimizers from a config: clipping, the rule by name, decoupled weight decay, learning rate."""
+
+import dataclasses
+from collections.abc import Callable
+
+import optax
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.trainer.optimizer.ademamix import alpha_scheduler, beta3_scheduler, scale_by_ademamix
+from xlstm_jax.trainer.optimizer.checks import (
+    check_decay_rates,
+    check_name,
+    check_not_negative,
+    check_patterns,
+    check_positive,
+)
+from xlstm_jax.trainer.optimizer.muon import scale_by_muon_and_adam
+from xlstm_jax.trainer.optimizer.schedule_free import schedule_free_adamw
+from xlstm_jax.trainer.optimizer.scheduler import SchedulerConfig, build_lr_scheduler
+from xlstm_jax.trainer.optimizer.sharded import (
+    clip_by_global_norm_replicated,
+    clip_by_global_norm_sharded,
+    scale_by_trust_ratio_sharded,
+)
+from xlstm_jax.utils.pytree_utils import get_param_mask_fn
+
+WITHOUT_DECAY = ("adam", "sgd", "nadam", "adamax", "radam")
+"""Names whose rule has no weight decay of its own: it is inserted where `weight_decay` is positive."""
+
+WITH_DECAY = ("adamw", "nadamw", "adamaxw", "lamb", "lion", "ademamix", "muon", "schedule_free_adamw")
+"""Names whose rule has weight decay, and a place for it in the optimizer state even where it is 0."""
+
+OPTIMIZERS = (*WITHOUT_DECAY, *WITH_DECAY, "none")
+
+NESTEROV = ("adam", "adamw", "nadam", "nadamw", "radam", "sgd", "muon", "none")
+"""Names that accept `nesterov`; nadam and nadamw always look ahead, none never moves."""
+
+ADEMAMIX_WARMUP = 100_000
+"""Steps over which AdEMAMix warms up where the schedule has no end."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class OptimizerConfig(ConfigDict):
+    """An optimizer with its learning rate, weight decay and gradient clipping.
+
+    Weight decay is decoupled from the gradient and multiplied by the learning rate: without a gradient, a step
+    subtracts `lr * weight_decay * p` from a parameter `p`. In `lamb` the trust ratio scales it as well.
+    """
+
+    name: str
+    """One of adam, adamw, sgd, nadam, nadamw, adamax, adamaxw, radam, lamb, lion, ademamix, muon, schedule_free_adamw,
+    or none, which keeps all parameters as they are."""
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=lambda: SchedulerConfig(lr=1e-3))
+    beta1: float | None = 0.9
+    """Decay rate of the momentum; only `sgd` can do without (`None`)."""
+    beta2: float = 0.999
+    """Decay rate of the second moment; in `lion`, of the momentum that is kept."""
+    beta3: float = 0.9999
+    """Decay rate of the slow momentum of `ademamix`."""
+    alpha: float = 8.0
+    """Weight of the slow momentum of `ademamix`."""
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    weight_decay_exclude: list[str] | None = None
+    """Regular expressions for the names of parameters that do not decay."""
+    weight_decay_include: list[str] | None = None
+    """Regular expressions for the names of the only parameters that decay; give this or `weight_decay_exclude`."""
+    grad_clip_norm: float | None = None
+    use_sharded_clip_norm: bool = True
+    """Clip by the norm over all shards; `False` refuses gradients that are split over a mesh."""
+    grad_clip_value: float | None = None
+    nesterov: bool = False
+    """Look ahead along the momentum; Muon's author advises it for `muon`."""
+    muon_exclude: list[str] = dataclasses.field(default_factory=lambda: ["embed", "lm_head"])
+    """Regular expressions for the names of matrices that `muon` leaves to AdamW."""
+    stacked_params: list[str] = dataclasses.field(default_factory=lambda: [r"(^|\.)block_stack\.block\."])
+    """Regular expressions for the names of leaves that hold one parameter of each block along their first axis.
+    `lamb` and `muon` treat each block on its own, so that scanned blocks train as unrolled ones do."""
+
+    def __post_init__(self):
+        check_name(self.name, kind="optimizer", known=OPTIMIZERS)
+        check_decay_rates(beta1=self.beta1, beta2=self.beta2, beta3=self.beta3)
+        check_not_negative(alpha=self.alpha, eps=self.eps, weight_decay=self.weight_decay)
+        check_positive(grad_clip_norm=self.grad_clip_norm, grad_clip_value=self.grad_clip_value)
+        check_patterns(
+            weight_decay_exclude=self.weight_decay_exclude,
+            weight_decay_include=self.weight_decay_include,
+            muon_exclude=self.muon_exclude,
+            stacked_params=self.stacked_params,
+        )
+        if self.weight_decay_exclude is not None and self.weight_decay_include is not None:
+            raise ConfigError(
+                f"weight_decay_exclude is {self.weight_decay_exclude} and weight_decay_include is "
+                f"{self.weight_decay_include}. Give one of them, not both."
+            )
+        _check_momentum(self)
+
+
+def _check_momentum(config: OptimizerConfig) -> None:
+    if config.beta1 is None and config.name not in ("sgd", "none"):
+        raise ConfigError(f"beta1 is None, but {config.name} needs it. Only sgd can do without momentum.")
+    if config.beta1 == 0 and config.name == "schedule_free_adamw":
+        raise ConfigError("beta1 is 0, but schedule_free_adamw needs a positive one, such as 0.9.")
+    if config.nesterov and config.name not in NESTEROV:
+        raise ConfigError(
+            f"nesterov is True, but {config.name} has no such variant. Use one of: {', '.join(NESTEROV)}."
+        )
+    if config.nesterov and config.name == "sgd" and config.beta1 is None:
+        raise ConfigError("nesterov is True, but sgd has no momentum. Set beta1, such as 0.9.")
+
+
+def build_optimizer(optimizer_config: OptimizerConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Build the optimizer and its learning rate schedule.
+
+    Args:
+        optimizer_config: The config.
+
+    Returns:
+        The optimizer, with a state that starts with one entry for each kind of clipping, and the schedule.
+    """
+    schedule = build_lr_scheduler(optimizer_config.scheduler)
+    before, after = build_gradient_transformations(optimizer_config)
+    optimizer = build_optimizer_function(optimizer_config, schedule)
+    return optax.chain(*before, optimizer, *after), schedule
+
+
+def build_optimizer_function(
+    optimizer_config: OptimizerConfig, learning_rate: float | optax.Schedule
+) -> optax.GradientTransformation:
+    """Build the optimizer without clipping.
+
+    Args:
+        optimizer_config: The config; its scheduler is not read.
+        learning_rate: The learning rate, fixed or by step.
+
+    Returns:
+        The optimizer, with the state of the optax optimizer of this name where there is one.
+    """
+    config = optimizer_config
+    if config.name == "none":
+        return optax.sgd(0.0)
+    mask = _build_weight_decay_mask(config)
+    if config.name == "schedule_free_adamw":
+        return schedule_free_adamw(
+            learning_rate,
+            beta1=_require_momentum(config),
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=mask,
+        )
+    steps = [_build_rule(config)]
+    if config.name in WITH_DECAY or config.weight_decay > 0:
+        steps.append(optax.add_decayed_weights(config.weight_decay, mask))
+    if config.name == "lamb":
+        steps.append(scale_by_trust_ratio_sharded(config.stacked_params))
+    return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
+
+
+def build_gradient_transformations(
+    optimizer_config: OptimizerConfig,
+) -> tuple[list[optax.GradientTransformation], list[optax.GradientTransformation]]:
+    """Build what happens to gradients around the optimizer: clipping by norm, then by value.
+
+    Args:
+        optimizer_config: The config.
+
+    Returns:
+        The transformations before the optimizer and those after it. There are none of the latter.
+    """
+    before = []
+    if optimizer_config.grad_clip_norm is not None:
+        sharded = optimizer_config.use_sharded_clip_norm
+        clip = clip_by_global_norm_sharded if sharded else clip_by_global_norm_replicated
+        before.append(clip(optimizer_config.grad_clip_norm))
+    if optimizer_config.grad_clip_value is not None:
+        before.append(optax.clip(optimizer_config.grad_clip_value))
+    return before, []
+
+
+def _build_weight_decay_mask(config: OptimizerConfig) -> Callable[[PyTree], PyTree] | None:
+    if config.weight_decay_exclude is None and config.weight_decay_include is None:
+        return None
+    return get_param_mask_fn(config.weight_decay_exclude, config.weight_decay_include)
+
+
+def _build_rule(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Build the rule from gradients to a direction, which weight decay and learning rate then turn into an update."""
+    if config.name == "sgd":
+        return optax.identity() if config.beta1 is None else optax.trace(config.beta1, nesterov=config.nesterov)
+    beta1, beta2, eps, nesterov = _require_momentum(config), config.beta2, config.eps, config.nesterov
+    match config.name:
+        case "adam" | "adamw" | "lamb":
+            return optax.scale_by_adam(beta1, beta2, eps, nesterov=nesterov)
+        case "nadam" | "nadamw":
+            return optax.scale_by_adam(beta1, beta2, eps, nesterov=True)
+        case "adamax" | "adamaxw":
+            return optax.scale_by_adamax(beta1, beta2, eps)
+        case "radam":
+            return optax.scale_by_radam(beta1, beta2, eps, nesterov=nesterov)
+        case "lion":
+            return optax.scale_by_lion(beta1, beta2)
+        case "ademamix":
+            return _build_ademamix_rule(config)
+        case "muon":
+            return scale_by_muon_and_adam(
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                nesterov=nesterov,
+                exclude=config.muon_exclude,
+                stacked_params=config.stacked_params,
+            )
+        case _:
+            raise AssertionError(f"Optimizer {config.name!r} has no rule.")
+
+
+def _build_ademamix_rule(config: OptimizerConfig) -> optax.GradientTransformation:
+    beta1 = _require_momentum(config)
+    warmup = config.scheduler.decay_steps or ADEMAMIX_WARMUP
+    return scale_by_ademamix(
+        beta1,
+        config.beta2,
+        config.beta3,
+        config.alpha,
+        beta3_scheduler(config.beta3, beta_start=beta1, warmup=warmup),
+        alpha_scheduler(config.alpha, warmup=warmup),
+        config.eps,
+    )
+
+
+def _require_momentum(config: OptimizerConfig) -> float:
+    assert config.beta1 is not None, "The config refuses this."
+    return config.beta1
