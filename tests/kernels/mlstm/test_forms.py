@@ -1,0 +1,272 @@
+"""All forms of the mLSTM against the recurrence in float64, with the gradients of every input and of the states."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerances import assert_close, assert_close_by_norm
+
+from xlstm_jax.kernels.mlstm import MLSTMState, empty_state, mlstm, mlstm_step
+from xlstm_jax.kernels.mlstm.arg_specs import SMALL, ArgSpec
+
+FORMS = ["reference", "parallel", "chunkwise"]
+FAST_FORMS = ["parallel", "chunkwise"]
+PARTS = ["hidden", "memory", "normalizer", "stabilizer"]
+INPUTS = ["q", "k", "v", "igate", "fgate", "state.memory", "state.normalizer", "state.stabilizer"]
+
+
+@functools.cache
+def everything(spec, form, dtype="float64", input_gate="exp", with_state=True, reset_rate=0.0, chunk_size=None):
+    """Return outputs and the last state, and the gradients of a random projection of all of them.
+
+    The inputs are float32 numbers, whatever the precision of the computation.
+    """
+    with jax.enable_x64(True):
+        arguments, state = spec.arguments(jax.random.key(0)), spec.state(jax.random.key(1))
+        shape = (spec.batch_size, spec.length)
+        resets = jax.random.bernoulli(jax.random.key(2), reset_rate, shape) if reset_rate else None
+        projections = [
+            jax.random.normal(jax.random.key(3 + i), x.shape, "float32").astype(dtype)
+            for i, x in enumerate((arguments[2], state.memory, state.normalizer))
+        ]
+        arguments, state = jax.tree.map(lambda x: x.astype(dtype), (arguments, state))
+
+        def loss(arguments, state):
+            hidden, last = mlstm(
+                *arguments,
+                state=state if with_state else None,
+                return_state=True,
+                resets=resets,
+                chunk_size=chunk_size or spec.chunk_size,
+                backend=form,
+                input_gate=input_gate,
+            )
+            parts = zip((hidden, last.memory, last.normalizer), projections, strict=True)
+            return sum(jnp.sum(part * projection) for part, projection in parts), (hidden, *last)
+
+        gradients, outputs = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(arguments, state)
+        arguments_gradients, state_gradients = gradients
+        named = dict(zip(PARTS, outputs, strict=True))
+        named |= dict(zip(INPUTS, (*arguments_gradients, *state_gradients), strict=True))
+        return jax.device_get(named)
+
+
+VARIANTS = {
+    "plain": {},
+    "sigmoid input gate": {"input_gate": "sigmoid"},
+    "from an empty state": {"with_state": False},
+    "documents": {"reset_rate": 0.2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [(name, "plain") for name in SMALL]
+    + [(name, variant) for name in ("prime length", "much is forgotten") for variant in VARIANTS if variant != "plain"],
+)
+@pytest.mark.parametrize("form", FAST_FORMS)
+def test_a_form_computes_the_reference_and_all_its_gradients(form, name, variant):
+    expected = everything(SMALL[name], "reference", **VARIANTS[variant])
+    assert_close(everything(SMALL[name], form, **VARIANTS[variant]), expected, dtype="float64")
+
+
+@pytest.mark.parametrize("spec", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("form", FAST_FORMS)
+def test_a_form_in_float32_is_within_1e_4_of_float64_in_every_gradient(form, spec):
+    assert_close_by_norm(everything(spec, form, dtype="float32"), everything(spec, "reference"), relative=1e-4)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 5, 16, 23, 100])
+def test_the_chunk_size_changes_nothing(chunk_size):
+    spec = SMALL["prime length"]
+    expected = everything(spec, "reference", reset_rate=0.2)
+    actual = everything(spec, "chunkwise", reset_rate=0.2, chunk_size=chunk_size)
+    assert_close(actual, expected, dtype="float64")
+
+
+@pytest.mark.parametrize("border", [1, 8, 13])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_split_sequence_gives_the_same_result_as_a_whole_one(form, border, float64, key):
+    spec = SMALL["prime length"]
+    arguments = spec.arguments(key, float64)
+    run = jax.jit(functools.partial(mlstm, return_state=True, backend=form, chunk_size=8))
+    whole, end = run(*arguments)
+    first, middle = run(*(x[:, :border] for x in arguments))
+    second, end_of_second = run(*(x[:, border:] for x in arguments), state=middle)
+    assert_close(jnp.concatenate([first, second], axis=1), whole, dtype=float64)
+    assert_close(end_of_second, end, dtype=float64)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_flow_through_the_state_between_two_parts(form, float64, key):
+    spec = SMALL["prime length"]
+    arguments = spec.arguments(key, float64)
+    run = functools.partial(mlstm, return_state=True, backend=form, chunk_size=8)
+
+    def loss(arguments, borders):
+        state, total = None, 0.0
+        for start, stop in zip((0, *borders), (*borders, spec.length), strict=True):
+            hidden, state = run(*(x[:, start:stop] for x in arguments), state=state)
+            total += jnp.sum(jnp.sin(hidden))
+        return total
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    assert_close(gradient(arguments, (3, 14)), gradient(arguments, ()), dtype=float64)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_documents_give_the_results_of_separate_ones(form, float64, key):
+    spec = SMALL["prime length"]
+    arguments = spec.arguments(key, float64)
+    borders = (0, 4, 5, 16, spec.length)
+    resets = jnp.zeros((1, spec.length), bool).at[0, jnp.array(borders[1:-1])].set(True)
+    run = functools.partial(mlstm, return_state=True, backend=form, chunk_size=8)
+
+    def packed(arguments):
+        hidden, state = run(*arguments, resets=resets)
+        return jnp.sum(jnp.sin(hidden)), (hidden, state)
+
+    def separate(arguments):
+        parts = [run(*(x[:, a:b] for x in arguments)) for a, b in itertools.pairwise(borders)]
+        hidden = jnp.concatenate([hidden for hidden, _ in parts], axis=1)
+        return jnp.sum(jnp.sin(hidden)), (hidden, parts[-1][1])
+
+    actual, expected = (jax.jit(jax.grad(f, has_aux=True))(arguments) for f in (packed, separate))
+    assert_close(actual, expected, dtype=float64)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_document_that_begins_at_once_drops_the_initial_state(form, key):
+    spec = SMALL["several chunks"]
+    arguments, state = spec.arguments(key), spec.state(key)
+    resets = jnp.zeros((spec.batch_size, spec.length), bool).at[:, 0].set(True)
+    run = jax.jit(functools.partial(mlstm, return_state=True, backend=form, chunk_size=8))
+    assert_close(run(*arguments, state=state, resets=resets), run(*arguments))
+
+
+@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
+def test_steps_one_by_one_give_the_whole_sequence(input_gate, key):
+    spec = SMALL["several chunks"]
+    arguments, state = spec.arguments(key), spec.state(key)
+    whole, end = mlstm(*arguments, state=state, return_state=True, input_gate=input_gate)
+    step = jax.jit(functools.partial(mlstm_step, input_gate=input_gate))
+    steps = []
+    for position in range(spec.length):
+        hidden, state = step(*(x[:, position] for x in arguments), state)
+        steps.append(hidden)
+    assert_close(jnp.stack(steps, axis=1), whole)
+    assert_close(state, end)
+
+
+@pytest.mark.parametrize("igate", [-50.0, 0.0, 50.0])
+@pytest.mark.parametrize("fgate", [-50.0, 0.0, 50.0])
+@pytest.mark.parametrize("form", FAST_FORMS)
+def test_extreme_gates_give_the_finite_results_of_the_reference(form, fgate, igate):
+    spec = ArgSpec(1, 20, 2, 4, 8, chunk_size=8, igate_mean=igate, fgate_mean=fgate)
+    expected = everything(spec, "reference")
+    actual = everything(spec, form, dtype="float32")
+    assert all(np.isfinite(x).all() for x in actual.values())
+    assert_close_by_norm(actual, expected, relative=1e-4, at_least=1.0)
+
+
+@pytest.mark.parametrize("form", FAST_FORMS)
+def test_gates_that_jump_between_extremes_give_the_results_of_the_reference(form, key):
+    q, k, v, igate, _ = SMALL["prime length"].arguments(key)
+    signs = jax.random.rademacher(key, (2, *igate.shape))
+    arguments = q, k, v, 50.0 * signs[0], 50.0 * signs[1]
+    run = functools.partial(mlstm, return_state=True, chunk_size=8)
+    actual = jax.jit(functools.partial(run, backend=form))(*arguments)
+    assert_close(actual, jax.jit(functools.partial(run, backend="reference"))(*arguments), dtype="float16")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_in_bfloat16_has_small_errors_beside_float32(form, key):
+    spec = ArgSpec(2, 96, 2, 16, 32, chunk_size=32, igate_mean=-3.0, fgate_mean=4.0)
+    exact = spec.arguments(key)
+    rounded = tuple(x.astype(jnp.bfloat16) for x in exact[:3]) + exact[3:]
+
+    def gradients(arguments, form):
+        def loss(arguments):
+            hidden = mlstm(*arguments, backend=form, chunk_size=spec.chunk_size)
+            return jnp.sum(jnp.sin(hidden.astype(jnp.float32))), hidden
+
+        return jax.jit(jax.grad(loss, has_aux=True))(arguments)
+
+    actual, expected = gradients(rounded, form), gradients(tuple(x.astype(jnp.float32) for x in rounded), "reference")
+    assert actual[1].dtype == jnp.bfloat16
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        error = np.asarray(a, np.float64) - np.asarray(e, np.float64)
+        assert np.sqrt(np.mean(error**2)) < 2e-2 * np.sqrt(np.mean(np.asarray(e, np.float64) ** 2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_or_head_full_of_nan_stays_alone(form, key):
+    spec = ArgSpec(2, 13, 2, 4, 6, chunk_size=8)
+    arguments = spec.arguments(key)
+    clean = mlstm(*arguments, backend=form, chunk_size=8)
+    poisoned = mlstm(*(x.at[1, :, 1].set(jnp.nan) for x in arguments), backend=form, chunk_size=8)
+    assert np.isnan(poisoned[1, :, 1]).all()
+    assert_close(poisoned[0], clean[0])
+    assert_close(poisoned[1, :, 0], clean[1, :, 0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_output_depends_on_a_later_token(form, key):
+    arguments = SMALL["prime length"].arguments(key)
+    run = jax.jit(functools.partial(mlstm, backend=form, chunk_size=8))
+    changed = run(*(x.at[:, 11:].add(1.0) for x in arguments))
+    assert_close(changed[:, :11], run(*arguments)[:, :11])
+    assert np.abs(changed[:, 11] - run(*arguments)[:, 11]).max() > 0.1
+
+
+def test_auto_is_a_form_that_works_everywhere(key):
+    arguments = SMALL["prime length"].arguments(key)
+    assert_close(mlstm(*arguments), mlstm(*arguments, backend="reference"))
+
+
+def test_the_law_is_the_equation(key):
+    """Two tokens by hand, without a stabiliser."""
+    q, k, v, igate, fgate = (np.asarray(x[0, :, 0], np.float64) for x in ArgSpec(1, 2, 1, 3, 2).arguments(key))
+    forget, write = 1 / (1 + np.exp(-fgate)), np.exp(igate)
+    memory = forget[1] * write[0] * np.outer(k[0], v[0]) + write[1] * np.outer(k[1], v[1])
+    normalizer = forget[1] * write[0] * k[0] + write[1] * k[1]
+    query = q[1] / np.sqrt(3)
+    expected = query @ memory / max(abs(query @ normalizer), 1.0)
+    arguments = ArgSpec(1, 2, 1, 3, 2).arguments(key)
+    assert_close(mlstm(*arguments, backend="reference", eps=0.0)[0, 1, 0], expected)
+
+
+def call(**changes):
+    values = ArgSpec(2, 5, 3, 4, 6).arguments(jax.random.key(0))
+    arguments = dict(zip(["q", "k", "v", "igate", "fgate"], values, strict=True))
+    return mlstm(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"k": jnp.zeros((2, 5, 3, 3))}, r"k has shape \(2, 5, 3, 3\)"),
+        ({"v": jnp.zeros((2, 4, 3, 6))}, r"v has shape \(2, 4, 3\)"),
+        ({"igate": jnp.zeros((2, 5, 1))}, r"igate has shape \(2, 5, 1\)"),
+        ({"state": empty_state(2, 3, 4, 5)}, r"state.memory has shape \(2, 3, 4, 5\).* need \(2, 3, 4, 6\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_a_sequence_without_positions_is_refused():
+    with pytest.raises(ValueError, match="no positions"):
+        mlstm(*ArgSpec(2, 0, 3, 4, 6).arguments(jax.random.key(0)))
+
+
+def test_the_state_is_a_tree_of_three_arrays():
+    state = empty_state(2, 3, 4, 5, jnp.float32)
+    assert isinstance(state, MLSTMState)
+    assert [x.shape for x in jax.tree.leaves(state)] == [(2, 3, 4, 5), (2, 3, 4), (2, 3)]

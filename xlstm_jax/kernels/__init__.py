@@ -1,0 +1,1 @@
+"""Kernels: arrays to arrays, one recurrence in several forms."""

@@ -1,0 +1,140 @@
+"""The mLSTM for callers: any length, any chunk size, the best form for the device at hand."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from xlstm_jax.kernels.mlstm import reference
+from xlstm_jax.kernels.mlstm.chunkwise import mlstm_chunkwise
+from xlstm_jax.kernels.mlstm.gates import InputGate, log_input_gate
+from xlstm_jax.kernels.mlstm.parallel import mlstm_parallel
+from xlstm_jax.kernels.mlstm.state import MLSTMState, empty_state, state_dtype
+
+LOGGER = logging.getLogger(__name__)
+
+Backend = Literal["auto", "reference", "parallel", "chunkwise"]
+
+
+def mlstm(
+    q: Float[Array, "b s h k"],
+    k: Float[Array, "b s h k"],
+    v: Float[Array, "b s h v"],
+    igate: Float[Array, "b s h"],
+    fgate: Float[Array, "b s h"],
+    *,
+    state: MLSTMState | None = None,
+    return_state: bool = False,
+    resets: Bool[Array, "b s"] | None = None,
+    chunk_size: int = 64,
+    backend: Backend = "auto",
+    input_gate: InputGate = "exp",
+    eps: float = 1e-6,
+) -> Float[Array, "b s h v"] | tuple[Float[Array, "b s h v"], MLSTMState]:
+    """Run sequences through an mLSTM cell.
+
+    Args:
+        q: Queries; they are scaled by `1/sqrt(k)` here.
+        k: Keys.
+        v: Values.
+        igate: Pre-activations of the input gates.
+        fgate: Pre-activations of the forget gates, whose activation is the sigmoid.
+        state: The memory before the first position; empty by default.
+        return_state: Whether to return the memory after the last position too.
+        resets: Where a document begins: the memory is emptied before that position.
+        chunk_size: Positions that the chunkwise form treats at once. It changes speed and memory, not results.
+        backend: The form of the computation; `auto` picks the fastest for this device.
+        input_gate: The activation of the input gates.
+        eps: Added to the denominator of the outputs, in units of the stabiliser.
+
+    Returns:
+        The hidden states, and the last state if asked for.
+    """
+    _check(q, k, v, igate, fgate, state, chunk_size)
+    dtype = state_dtype(v)
+    log_input = log_input_gate(igate.astype(dtype), input_gate)
+    log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
+    b, _, h, qk_dim = q.shape
+    first = empty_state(b, h, qk_dim, v.shape[-1], dtype) if state is None else _cast(state, dtype)
+    hidden, last = _form(backend, chunk_size, eps)(q, k, v, log_input, log_forget, first, resets)
+    return (hidden, last) if return_state else hidden
+
+
+def mlstm_step(
+    q: Float[Array, "b h k"],
+    k: Float[Array, "b h k"],
+    v: Float[Array, "b h v"],
+    igate: Float[Array, "b h"],
+    fgate: Float[Array, "b h"],
+    state: MLSTMState,
+    *,
+    input_gate: InputGate = "exp",
+    eps: float = 1e-6,
+) -> tuple[Float[Array, "b h v"], MLSTMState]:
+    """Run one token through an mLSTM cell: the arguments and results of `mlstm` without the sequence axis."""
+    dtype = state.memory.dtype
+    log_input = log_input_gate(igate.astype(dtype), input_gate)
+    log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
+    q, k = q.astype(dtype), k.astype(dtype)
+    hidden, state = reference.step(state, q, k, v.astype(dtype), log_input, log_forget, eps=eps)
+    return hidden.astype(v.dtype), state
+
+
+def _cast(state: MLSTMState, dtype: jnp.dtype) -> MLSTMState:
+    return MLSTMState(*(x.astype(dtype) for x in state))
+
+
+def _form(backend: Backend, chunk_size: int, eps: float) -> Callable[..., tuple[jax.Array, MLSTMState]]:
+    if backend == "reference":
+        return functools.partial(reference.mlstm_reference, eps=eps)
+    if backend == "parallel":
+        return functools.partial(mlstm_parallel, eps=eps)
+    if backend == "chunkwise":
+        return functools.partial(_chunkwise_of_any_length, chunk_size=chunk_size, eps=eps)
+    if backend == "auto":
+        _say_once("mLSTM: the chunkwise form in plain JAX, which runs on every device.")
+        return _form("chunkwise", chunk_size, eps)
+    raise ValueError(f"There is no mLSTM backend {backend!r}, only auto, reference, parallel and chunkwise.")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    LOGGER.info(message)
+
+
+def _chunkwise_of_any_length(q, k, v, log_input, log_forget, state, resets, *, chunk_size, eps):
+    """Pad a sequence to a multiple of the chunk size with positions that forget nothing and write nothing."""
+    length = q.shape[1]
+    chunk_size = min(chunk_size, length)
+    padding = -length % chunk_size
+
+    def padded(x: jax.Array, value: float = 0) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), constant_values=value) if padding else x
+
+    resets = None if resets is None else padded(resets)
+    gates = padded(log_input, -jnp.inf), padded(log_forget)
+    result: Any = mlstm_chunkwise(padded(q), padded(k), padded(v), *gates, state, resets, chunk_size, eps)
+    hidden, last = result
+    return hidden[:, :length], last
+
+
+def _check(q, k, v, igate, fgate, state, chunk_size):
+    b, s, h, qk_dim = q.shape
+    if s == 0:
+        raise ValueError("The sequence has no positions; pass at least one.")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, but must be at least 1.")
+    expected = {"k": (k.shape, q.shape), "v": (v.shape[:3], (b, s, h))}
+    expected |= {name: (gate.shape, (b, s, h)) for name, gate in (("igate", igate), ("fgate", fgate))}
+    if state is not None:
+        empty = jax.eval_shape(lambda: empty_state(b, h, qk_dim, v.shape[-1]))
+        fields = zip(empty._fields, state, empty, strict=True)
+        expected |= {f"state.{name}": (given.shape, needed.shape) for name, given, needed in fields}
+    for name, (shape, needed) in expected.items():
+        if shape != needed:
+            given = f"q of shape {q.shape} and v of shape {v.shape}"
+            raise ValueError(f"{name} has shape {shape}, but {given} need {needed}.")

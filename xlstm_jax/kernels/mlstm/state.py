@@ -1,0 +1,34 @@
+"""The memory of the mLSTM: what one part of a sequence hands to the next."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+class MLSTMState(NamedTuple):
+    """The memory of each head, in units of `exp(stabilizer)`.
+
+    The true memory is `exp(stabilizer) * memory`, the true normaliser `exp(stabilizer) * normalizer`. Only these
+    products have a meaning, so the stabiliser is a choice of units: it carries no gradient.
+    """
+
+    memory: Float[Array, "b h k v"]
+    normalizer: Float[Array, "b h k"]
+    stabilizer: Float[Array, "b h"]
+
+
+def empty_state(batch_size: int, num_heads: int, qk_dim: int, v_dim: int, dtype: DTypeLike = jnp.float32) -> MLSTMState:
+    """Return the state before the first token: nothing is stored."""
+    return MLSTMState(
+        memory=jnp.zeros((batch_size, num_heads, qk_dim, v_dim), dtype),
+        normalizer=jnp.zeros((batch_size, num_heads, qk_dim), dtype),
+        stabilizer=jnp.zeros((batch_size, num_heads), dtype),
+    )
+
+
+def state_dtype(x: jax.Array) -> jnp.dtype:
+    """Return the precision of gates, sums and states for inputs like `x`: float32, or that of `x` if it is higher."""
+    return jnp.promote_types(x.dtype, jnp.float32)

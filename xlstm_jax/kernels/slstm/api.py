@@ -1,0 +1,71 @@
+"""The sLSTM for callers: initial and final state, document resets, masked positions, the best form for the device."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from xlstm_jax.kernels.slstm import reference
+from xlstm_jax.kernels.slstm.recompute import slstm_recompute
+from xlstm_jax.kernels.slstm.state import SLSTMState, empty_state
+
+Backend = Literal["auto", "reference", "recompute"]
+
+
+def slstm(
+    gates: Float[Array, "b s 4 h d"],
+    recurrent: Float[Array, "h d 4 d"],
+    *,
+    state: SLSTMState | None = None,
+    return_state: bool = False,
+    resets: Bool[Array, "b s"] | None = None,
+    mask: Bool[Array, "b s"] | None = None,
+    backend: Backend = "auto",
+) -> Float[Array, "b s h d"] | tuple[Float[Array, "b s h d"], SLSTMState]:
+    """Run sequences through an sLSTM cell.
+
+    Args:
+        gates: What the inputs contribute to the gates i, f, z, o, biases included.
+        recurrent: The kernel from the hidden state to the gates, head by head: `[head, from, gate, to]`.
+        state: The memory before the first position; empty by default.
+        return_state: Whether to return the memory after the last position too.
+        resets: Where a document begins: the memory is emptied before that position.
+        mask: Which positions count. The others leave the memory as it is, and their outputs are zero.
+        backend: The form of the computation; `auto` is `recompute`.
+
+    Returns:
+        The hidden states, and the last state if asked for.
+    """
+    _check(gates, recurrent, state)
+    dtype = jnp.promote_types(gates.dtype, jnp.float32)
+    b, _, _, h, d = gates.shape
+    first = empty_state(b, h, d, dtype) if state is None else SLSTMState(*(x.astype(dtype) for x in state))
+    run = {"reference": reference.slstm_reference, "recompute": slstm_recompute, "auto": slstm_recompute}.get(backend)
+    if run is None:
+        raise ValueError(f"There is no sLSTM backend {backend!r}, only auto, reference and recompute.")
+    result: Any = run(gates.astype(dtype), recurrent, first, resets, mask)
+    hidden, last = result
+    if mask is not None:
+        hidden = jnp.where(mask[..., None, None], hidden, 0.0)
+    hidden = hidden.astype(gates.dtype)
+    return (hidden, last) if return_state else hidden
+
+
+def slstm_step(
+    gates: Float[Array, "b 4 h d"], recurrent: Float[Array, "h d 4 d"], state: SLSTMState
+) -> tuple[Float[Array, "b h d"], SLSTMState]:
+    """Run one token through an sLSTM cell: the arguments and results of `slstm` without the sequence axis."""
+    state = reference.step(state, gates.astype(state.cell.dtype), recurrent)
+    return state.hidden.astype(gates.dtype), state
+
+
+def _check(gates, recurrent, state):
+    b, s, _, h, d = gates.shape
+    if s == 0:
+        raise ValueError("The sequence has no positions; pass at least one.")
+    expected = {"gates": (gates.shape, (b, s, 4, h, d)), "recurrent": (recurrent.shape, (h, d, 4, d))}
+    if state is not None:
+        expected |= {f"state.{name}": (getattr(state, name).shape, (b, h, d)) for name in state._fields}
+    for name, (shape, needed) in expected.items():
+        if shape != needed:
+            raise ValueError(f"{name} has shape {shape}, but gates of shape {gates.shape} need {needed}.")
