@@ -24,6 +24,7 @@ from jaxtyping import install_import_hook
 install_import_hook("xlstm_jax", "beartype.beartype")
 
 import jax
+import jaxtyping
 import pytest
 
 
@@ -31,3 +32,11 @@ import pytest
 def key() -> jax.Array:
     """The random key that a test starts from."""
     return jax.random.key(0)
+
+
+@pytest.fixture
+def unchecked_shapes():
+    """Switch the checks of annotations off, to reach the package's own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

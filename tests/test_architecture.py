@@ -15,7 +15,7 @@ import xlstm_jax
 PACKAGE = Path(xlstm_jax.__file__).parent
 MODULES = {path.relative_to(PACKAGE.parent).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 HEAVY = {"grain", "hydra", "orbax", "torch", "transformers", "wandb"}
-AWAITED = {"ModelConfig.model_class", "ModelConfig.model_config", "ModelConfig.parallel"}
+AWAITED = {"ModelConfig.model_class", "ModelConfig.model_config"}
 """Documented fields whose reader is not written yet: the trainer, which builds the model."""
 
 

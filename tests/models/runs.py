@@ -1,0 +1,105 @@
+"""Run a model on a mesh, on one device, or without a mesh, and return whole parameters, gradients and losses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from meshes import BATCH, make_mesh, on_mesh, run_sharded, specs_of, unboxed_tree
+
+from xlstm_jax.distributed import sync_gradients
+from xlstm_jax.distributed.mesh_utils import ParallelConfig
+
+MODEL_MESHES = {
+    "one device": {},
+    "dp8": {"dp": 8},
+    "fsdp8": {"fsdp": 8},
+    "dp2-tp4": {"dp": 2, "tp": 4},
+    "dp2-fsdp2-tp2": {"dp": 2, "fsdp": 2, "tp": 2},
+}
+PARALLEL = ParallelConfig(fsdp_modules=("Embed", "Block", "LMHead"), fsdp_min_weight_size=16)
+ROWS, LENGTH = 8, 12
+
+
+def tokens(vocab_size, rows=ROWS, length=LENGTH):
+    """Draw tokens and targets."""
+    generator = np.random.default_rng(0)
+    return tuple(jnp.asarray(generator.integers(0, vocab_size, (rows, length)), jnp.int32) for _ in range(2))
+
+
+def init(model, key):
+    """Draw parameters."""
+    return model.init(key, jnp.zeros((1, LENGTH), jnp.int32))["params"]
+
+
+def shaken(params):
+    """Add noise to every parameter: what starts at zero or one must matter too."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(9), len(leaves))
+    return tree.unflatten([x + 0.1 * jax.random.normal(k, x.shape, x.dtype) for x, k in zip(leaves, keys, strict=True)])
+
+
+def mean_loss(model, params, inputs, targets):
+    """Return the mean loss of this device's rows."""
+    losses, _ = model.apply({"params": params}, inputs, targets=targets)
+    return jnp.mean(losses)
+
+
+def parameters_on(model, mesh_name):
+    """Return the initial parameters on a mesh, whole."""
+    return unboxed_tree(
+        run_sharded(lambda key: init(model, key), make_mesh(**MODEL_MESHES[mesh_name]), jax.random.key(3))
+    )
+
+
+def train_on(model, mesh_name, whole_params, num_steps=5, learning_rate=0.5):
+    """Take SGD steps from given whole parameters on a mesh; return the first gradients and all losses."""
+    mesh = make_mesh(**MODEL_MESHES[mesh_name])
+    axes = mesh.axis_names
+    like = specs_of(lambda key: init(model, key), mesh, jax.random.key(3))
+    boxes = jax.eval_shape(
+        jax.shard_map(lambda key: init(model, key), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False),
+        jax.random.key(3),
+    )
+    is_box = lambda x: isinstance(x, nn.Partitioned)  # noqa: E731
+    params = jax.tree.map(
+        lambda box, value: box.replace(value=value) if is_box(box) else value, boxes, whole_params, is_leaf=is_box
+    )
+
+    def step(params, inputs, targets):
+        loss, gradients = jax.value_and_grad(lambda p: mean_loss(model, p, inputs, targets))(params)
+        gradients = sync_gradients(gradients, axes)
+        params = jax.tree.map(lambda p, g: p - learning_rate * g, params, gradients)
+        return params, gradients, lax.pmean(loss, axes)
+
+    run = on_mesh(step, mesh, (like, BATCH, BATCH), (like, like, P()))
+    return _steps(run, params, tokens(model.config.vocab_size), num_steps)
+
+
+def train_without_mesh(model, params, num_steps=5, learning_rate=0.5):
+    """Take the same steps without any mesh."""
+
+    @jax.jit
+    def step(params, inputs, targets):
+        loss, gradients = jax.value_and_grad(lambda p: mean_loss(model, p, inputs, targets))(params)
+        return optax.apply_updates(params, jax.tree.map(lambda g: -learning_rate * g, gradients)), gradients, loss
+
+    return _steps(step, params, tokens(model.config.vocab_size), num_steps)
+
+
+def _steps(step, params, batch, num_steps):
+    losses, first = [], None
+    for _ in range(num_steps):
+        params, gradients, loss = step(params, *batch)
+        first = unboxed_tree(gradients) if first is None else first
+        losses.append(float(loss))
+    return first, np.array(losses)
+
+
+def with_config(model, **changes):
+    """Return the model with some fields of its config changed."""
+    return type(model)(dataclasses.replace(model.config, **changes))

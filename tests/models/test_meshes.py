@@ -1,0 +1,86 @@
+"""The same model everywhere: parameters, gradients and losses do not depend on the mesh."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from models.runs import MODEL_MESHES, PARALLEL, init, parameters_on, shaken, train_on, train_without_mesh, with_config
+
+from xlstm_jax.models.shared.layout import from_canonical, to_canonical
+from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
+
+MODELS = {
+    "xlstm": XLSTM(
+        XLSTMConfig(vocab_size=64, embedding_dim=32, num_heads=4, num_blocks=2, chunk_size=8, parallel=PARALLEL)
+    ),
+    "xlstm of the paper": XLSTM(
+        XLSTMConfig(
+            vocab_size=64,
+            embedding_dim=32,
+            num_heads=4,
+            num_blocks=4,
+            block_kinds="xLSTM[1:1]",
+            norm="layernorm",
+            norm_eps=1e-5,
+            logits_soft_cap=None,
+            chunk_size=8,
+            parallel=PARALLEL,
+        )
+    ),
+}
+on_meshes = pytest.mark.parametrize("mesh_name", MODEL_MESHES)
+of_models = pytest.mark.parametrize("name", MODELS)
+
+
+@functools.cache
+def without_mesh(name):
+    """Return initial parameters, and the first gradients and the losses of a run from shaken ones."""
+    model = MODELS[name]
+    params = jax.jit(functools.partial(init, model))(jax.random.key(3))
+    start = jax.device_get(shaken(params))
+    return jax.device_get(params), start, *train_without_mesh(model, start)
+
+
+@of_models
+@on_meshes
+def test_a_seed_gives_the_same_parameters_bit_for_bit_on_every_mesh(name, mesh_name):
+    actual, expected = (parameters_on(MODELS[name], mesh) for mesh in (mesh_name, "dp8"))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@of_models
+def test_a_seed_gives_the_same_parameters_to_an_ulp_without_a_mesh(name):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_max_ulp(a, b, maxulp=1),
+        parameters_on(MODELS[name], "dp8"),
+        without_mesh(name)[0],
+    )
+
+
+@of_models
+@on_meshes
+def test_gradients_and_losses_are_the_same_on_every_mesh(name, mesh_name):
+    _, start, expected_gradients, expected_losses = without_mesh(name)
+    gradients, losses = train_on(MODELS[name], mesh_name, start)
+
+    def compare(path, actual, expected):
+        error = np.linalg.norm(actual - expected)
+        assert error <= 1e-5 * np.linalg.norm(expected), f"{jax.tree_util.keystr(path)}: {error}"
+
+    jax.tree_util.tree_map_with_path(compare, gradients, expected_gradients)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    assert losses[-1] < losses[0]
+
+
+@of_models
+def test_unrolled_blocks_have_the_parameters_of_scanned_ones(name):
+    model = MODELS[name]
+    scanned, unrolled = (
+        jax.jit(functools.partial(init, with_config(model, scan_blocks=scan)))(jax.random.key(3))
+        for scan in (True, False)
+    )
+    canonical = to_canonical(scanned, model.config.kinds, scan=True)
+    jax.tree.map(np.testing.assert_array_equal, canonical, unrolled)
+    back = from_canonical(canonical, model.config.kinds, scan=True)
+    jax.tree.map(np.testing.assert_array_equal, back, scanned)

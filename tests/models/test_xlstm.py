@@ -1,0 +1,235 @@
+"""The xLSTM model: state, documents, losses, dropout, layouts, sizes, and what it refuses."""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from models.runs import shaken, tokens, with_config
+from tolerances import assert_close
+
+from xlstm_jax.models.configs import ModelConfig, ParallelConfig
+from xlstm_jax.models.shared.layout import to_canonical
+from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
+from xlstm_jax.models.xlstm.config import published
+
+VOCAB = 24
+BASE = XLSTMConfig(vocab_size=VOCAB, embedding_dim=16, num_heads=2, num_blocks=2, chunk_size=8)
+KINDS = {
+    "mlstm": BASE,
+    "mlstm, sigmoid gate, qk norm, biases": dataclasses.replace(
+        BASE, input_gate="sigmoid", qk_norm=True, use_bias=True, gate_soft_cap=None
+    ),
+    "mlstm_up": dataclasses.replace(BASE, block_kinds="mlstm_up", norm="layernorm"),
+    "slstm": dataclasses.replace(BASE, block_kinds="slstm", norm="layernorm"),
+    "mixed": dataclasses.replace(BASE, num_blocks=3, block_kinds=("mlstm", "slstm", "mlstm_up")),
+}
+of_kinds = pytest.mark.parametrize("kind", KINDS)
+TOKENS, TARGETS = tokens(VOCAB, rows=2, length=13)
+
+
+@functools.cache
+def ready(kind):
+    """Return a model with parameters that all matter, and its jitted apply."""
+    model = XLSTM(KINDS[kind])
+    params = shaken(jax.jit(model.init)(jax.random.key(0), TOKENS[:, :2])["params"])
+    return model, {"params": params}, jax.jit(model.apply, static_argnames=("return_state", "train"))
+
+
+@of_kinds
+def test_a_split_sequence_gives_the_logits_and_the_state_of_a_whole_one(kind):
+    _, variables, apply = ready(kind)
+    whole, end = apply(variables, TOKENS, return_state=True)
+    first, middle = apply(variables, TOKENS[:, :5], return_state=True)
+    second, end_of_second = apply(variables, TOKENS[:, 5:], state=middle, return_state=True)
+    assert_close(jnp.concatenate([first, second], axis=1), whole)
+    assert_close(end_of_second, end)
+
+
+@of_kinds
+def test_prefill_and_decoding_give_the_logits_of_the_full_pass(kind):
+    _, variables, apply = ready(kind)
+    logits, state = apply(variables, TOKENS[:, :4], return_state=True)
+    steps = [logits]
+    for position in range(4, TOKENS.shape[1]):
+        logits, state = apply(variables, TOKENS[:, position : position + 1], state=state, return_state=True)
+        steps.append(logits)
+    assert_close(jnp.concatenate(steps, axis=1), apply(variables, TOKENS))
+
+
+@of_kinds
+def test_packed_documents_give_the_logits_of_separate_ones(kind):
+    _, variables, apply = ready(kind)
+    borders = (0, 5, 6, 13)
+    marks = jnp.zeros(TOKENS.shape, bool).at[:, jnp.array(borders[1:-1])].set(True)
+    packed, state = apply(variables, TOKENS, document_borders=marks, return_state=True)
+    parts = [apply(variables, TOKENS[:, a:b], return_state=True) for a, b in itertools.pairwise(borders)]
+    assert_close(packed, jnp.concatenate([logits for logits, _ in parts], axis=1))
+    assert_close(state, parts[-1][1])
+    assert np.abs(packed - apply(variables, TOKENS)).max() > 1e-2
+
+
+@of_kinds
+def test_no_logit_depends_on_a_later_token(kind):
+    _, variables, apply = ready(kind)
+    changed = apply(variables, TOKENS.at[:, 7:].set(1))
+    assert_close(changed[:, :7], apply(variables, TOKENS)[:, :7])
+    assert np.abs(changed - apply(variables, TOKENS))[:, 7:].max() > 1e-2
+
+
+@of_kinds
+def test_losses_and_hits_are_those_of_the_logits(kind):
+    model, variables, apply = ready(kind)
+    logits = apply(variables, TOKENS)
+    for chunk_size in (5, 1024):
+        losses, hits = with_config(model, loss_chunk_size=chunk_size).apply(variables, TOKENS, targets=TARGETS)
+        assert_close(losses, optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS))
+        np.testing.assert_array_equal(hits, jnp.argmax(logits, axis=-1) == TARGETS)
+
+
+@of_kinds
+def test_unrolled_blocks_compute_what_scanned_ones_do(kind):
+    model, variables, apply = ready(kind)
+    unrolled = with_config(model, scan_blocks=False)
+    params = to_canonical(variables["params"], model.config.kinds, model.config.scan_blocks)
+    assert_close(unrolled.apply({"params": params}, TOKENS), apply(variables, TOKENS))
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_computing_activations_again_changes_no_gradient(remat):
+    model, variables, _ = ready("mixed")
+
+    def gradient(model):
+        loss = lambda v: jnp.mean(model.apply(v, TOKENS, targets=TARGETS)[0])  # noqa: E731
+        return jax.jit(jax.grad(loss))(variables)
+
+    assert_close(gradient(with_config(model, remat=remat)), gradient(model))
+
+
+def test_the_loss_never_holds_all_logits():
+    model = XLSTM(dataclasses.replace(BASE, vocab_size=4096, loss_chunk_size=32))
+    inputs = jnp.zeros((4, 256), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
+
+    def temporaries(loss):
+        return jax.jit(jax.grad(loss)).lower(variables).compile().memory_analysis().temp_size_in_bytes
+
+    chunked = temporaries(lambda v: jnp.mean(model.apply(v, inputs, targets=inputs)[0]))
+    whole = temporaries(
+        lambda v: jnp.mean(optax.softmax_cross_entropy_with_integer_labels(model.apply(v, inputs), inputs))
+    )
+    logits = inputs.size * 4096 * 4
+    assert chunked < logits / 2 < whole
+
+
+def test_dropout_is_on_in_training_only():
+    model, variables, _ = ready("mixed")
+    model = with_config(model, dropout_rate=0.5, embedding_dropout=True)
+    apply = functools.partial(model.apply, variables, TOKENS)
+    assert_close(apply(rngs={"dropout": jax.random.key(1)}), apply())
+    first, second = (apply(train=True, rngs={"dropout": jax.random.key(key)}) for key in (1, 2))
+    assert np.abs(first - second).max() > 1e-2
+
+
+def test_tied_weights_share_the_embedding():
+    model = XLSTM(dataclasses.replace(BASE, tie_weights=True, logits_soft_cap=None))
+    variables = model.init(jax.random.key(0), TOKENS)
+    assert "out_dense" not in variables["params"]["lm_head"]
+    untied = with_config(model, tie_weights=False)
+    kernel = variables["params"]["token_embedding"]["embedding"].T
+    lm_head = variables["params"]["lm_head"] | {"out_dense": {"kernel": kernel}}
+    params = variables["params"] | {"lm_head": lm_head}
+    assert_close(model.apply(variables, TOKENS), untied.apply({"params": params}, TOKENS))
+
+
+def test_soft_caps_bound_the_logits_and_none_leaves_them():
+    model, variables, apply = ready("mlstm")
+    free = with_config(model, logits_soft_cap=None).apply(variables, TOKENS)
+    assert_close(apply(variables, TOKENS), 30 * jnp.tanh(free / 30))
+    assert np.abs(with_config(model, logits_soft_cap=0.1).apply(variables, TOKENS)).max() <= 0.1
+
+
+def test_precisions_are_kept_apart():
+    model = XLSTM(dataclasses.replace(BASE, dtype="bfloat16", head_dtype="bfloat16", block_kinds="xLSTM[1:1]"))
+    variables = model.init(jax.random.key(0), TOKENS)
+    assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
+    logits, state = model.apply(variables, TOKENS, return_state=True)
+    assert logits.dtype == jnp.float32
+    assert state[0].cell.memory.dtype == jnp.float32
+    exact = with_config(model, dtype="float32", head_dtype="float32").apply(variables, TOKENS)
+    assert_close(logits, exact, dtype="bfloat16")
+
+
+def test_statistics_of_every_block_are_sown_where_asked_for():
+    model, variables, _ = ready("mlstm")
+    _, sown = model.apply(variables, TOKENS, mutable=["intermediates"])
+    statistics = sown["intermediates"]["block_stack"]["block"]
+    assert statistics["mlstm"]["max_igate_preact"][0].shape == (2,)
+    assert {"q_std", "k_abs_max", "v_mean", "mean_output_gate", "h_state_std"} <= statistics["mlstm"].keys()
+    assert statistics["block_output_std"][0].shape == (2,)
+
+
+def test_the_published_7b_has_its_number_of_parameters():
+    config = published("xLSTM-7B")
+    shapes = jax.eval_shape(XLSTM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))
+    assert sum(x.size for x in jax.tree.leaves(shapes["params"])) == 6_865_424_896
+
+
+def test_patterns_spell_out_the_kinds_of_blocks():
+    kinds = dataclasses.replace(BASE, num_blocks=6, block_kinds="xLSTM[2:1]").kinds
+    assert kinds == ("mlstm_up", "mlstm_up", "slstm") * 2
+    assert BASE.kinds == ("mlstm", "mlstm")
+
+
+def test_the_config_survives_the_metadata_of_a_checkpoint():
+    config = ModelConfig(model_class=XLSTM, parallel=ParallelConfig(), model_config=KINDS["mixed"])
+    restored = ModelConfig.from_metadata(json.dumps({"model": config.to_dict()}))
+    assert restored.model_class is XLSTM
+    assert restored.to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 3}, "qk_dim 8 is no multiple of num_heads 3"),
+        ({"block_kinds": "lstm"}, "must be of the kinds mlstm, mlstm_up, slstm"),
+        ({"block_kinds": "xLSTM[2:1]"}, "num_blocks is 2"),
+        ({"block_kinds": ("mlstm",)}, "num_blocks is 2"),
+        ({"block_kinds": "xLSTM[0:0]"}, "must be of the kinds"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"dtype": "int32"}, "dtype is 'int32'"),
+        ({"dropout_rate": 1.0}, "dropout_rate is 1.0"),
+        ({"remat": "some"}, "remat is 'some'"),
+        ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
+        ({"block_kinds": "mlstm_up", "qkv_block_size": 5}, "no multiple of qkv_block_size 5"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_an_impossible_config_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(BASE, **changes)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (4,)])
+def test_tokens_of_an_impossible_shape_are_refused(shape):
+    with pytest.raises(ValueError, match="at least one token"):
+        XLSTM(BASE).init(jax.random.key(0), jnp.zeros(shape, jnp.int32))
+
+
+def test_a_state_of_another_model_is_refused():
+    _, variables, _ = ready("mlstm")
+    model, other = XLSTM(BASE), XLSTM(dataclasses.replace(BASE, num_heads=1))
+    with pytest.raises(ValueError, match="state is not one of this model"):
+        model.apply(variables, TOKENS, state=other.init_state(2))
+    with pytest.raises(ValueError, match="state is not one of this model"):
+        model.apply(variables, TOKENS, state=model.init_state(3))
+
+
+def test_an_unknown_published_size_is_refused():
+    with pytest.raises(ValueError, match="xLSTM-7B"):
+        published("xLSTM-8B")

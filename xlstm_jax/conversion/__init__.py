@@ -1,0 +1,1 @@
+"""Our names and theirs: parameters and configs of public implementations, both ways."""

@@ -1,0 +1,97 @@
+"""Rules that rename and reshape parameters, both ways.
+
+A rule says which entries of a foreign state dict, named like `blocks.{i}.q.weight`, make up which parameters of ours,
+named like `block_{i}.mlstm.q.kernel`, and how. The ways there and back are inverse to each other, and differentiable.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from xlstm_jax.configs import ConfigError
+
+Arrays = list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """How one foreign array becomes one or several of ours, and back."""
+
+    to_ours: Callable[[Any], Arrays]
+    to_theirs: Callable[[Arrays], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One foreign name, the names of ours that it holds, and how."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    transform: Transform
+
+    def at(self, block: int | None) -> "Rule":
+        """Fill in the number of a block."""
+        ours = tuple(name.format(i=block) for name in self.ours)
+        return dataclasses.replace(self, theirs=self.theirs.format(i=block), ours=ours)
+
+
+COPY = Transform(lambda x: [x], lambda xs: xs[0])
+LINEAR = Transform(lambda x: [x.T], lambda xs: xs[0].T)
+"""A weight `[out, in]`, ours `[in, out]`."""
+PLUS_ONE = Transform(lambda x: [x + 1], lambda xs: xs[0] - 1)
+"""A scale that is stored as its difference from one."""
+BLOCK_DIAGONAL = Transform(lambda x: [x.swapaxes(1, 2)], lambda xs: xs[0].swapaxes(1, 2))
+"""Blocks `[block, out, in]`, ours `[block, in, out]`."""
+DEPTHWISE = Transform(lambda x: [x[:, 0].T], lambda xs: xs[0].T[:, None])
+"""A convolution `[channel, 1, tap]`, ours `[tap, channel]`."""
+TWO_LINEAR = Transform(
+    lambda x: [x[: len(x) // 2].T, x[len(x) // 2 :].T], lambda xs: jnp.concatenate([x.T for x in xs], axis=0)
+)
+"""Two weights `[out, in]` under each other."""
+
+
+def rename(name: str, ours: str, transform: Transform = COPY) -> Rule:
+    """Create a rule for one parameter."""
+    return Rule(name, (ours,), transform)
+
+
+def to_ours(state_dict: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, Any]:
+    """Turn a foreign state dict into parameters in the canonical layout.
+
+    Args:
+        state_dict: The foreign parameters by name.
+        rules: The rules; each foreign name must have one.
+
+    Returns:
+        Our parameters as nested dictionaries.
+    """
+    missing = [rule.theirs for rule in rules if rule.theirs not in state_dict]
+    unknown = sorted(set(state_dict) - {rule.theirs for rule in rules})
+    if missing or unknown:
+        raise ConfigError(
+            f"The state dict is not that of this config: {len(missing)} entries are missing "
+            f"({', '.join(missing[:3])}), {len(unknown)} have no rule ({', '.join(unknown[:3])})."
+        )
+    params: dict[str, Any] = {}
+    for rule in rules:
+        for name, value in zip(rule.ours, rule.transform.to_ours(state_dict[rule.theirs]), strict=True):
+            *parents, leaf = name.split(".")
+            node = params
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[leaf] = value
+    return params
+
+
+def to_theirs(params: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, Any]:
+    """Turn parameters in the canonical layout into a foreign state dict; the inverse of `to_ours`."""
+
+    def find(name: str) -> Any:
+        node: Any = params
+        for part in name.split("."):
+            node = node[part]
+        return node
+
+    return {rule.theirs: rule.transform.to_theirs([find(name) for name in rule.ours]) for rule in rules}

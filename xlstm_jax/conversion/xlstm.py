@@ -1,0 +1,183 @@
+"""The xLSTM of Hugging Face `transformers`, and the paper's models of the package `xlstm`."""
+
+from typing import Any
+
+from xlstm_jax.conversion.rules import (
+    BLOCK_DIAGONAL,
+    COPY,
+    DEPTHWISE,
+    LINEAR,
+    PLUS_ONE,
+    TWO_LINEAR,
+    Rule,
+    Transform,
+    rename,
+)
+from xlstm_jax.models.xlstm.config import XLSTMConfig
+
+
+def config_from_huggingface(config: dict[str, Any], **changes: Any) -> XLSTMConfig:
+    """Turn the `config.json` of a Hugging Face xLSTM into our config.
+
+    Args:
+        config: The fields of the file.
+        **changes: Fields of ours to set, such as `dtype` or `parallel`.
+
+    Returns:
+        The config.
+    """
+    hidden = config["hidden_size"] if config.get("embedding_dim") is None else config["embedding_dim"]
+    multiple = config["ffn_round_up_to_multiple_of"]
+    # They add before they divide a float, so a width just above a multiple is rounded down.
+    ffn_dim = int((hidden * config["ffn_proj_factor"] + multiple - 1) // multiple * multiple)
+    num_blocks = config["num_hidden_layers"] if config.get("num_blocks") is None else config["num_blocks"]
+    fields = {
+        "vocab_size": config["vocab_size"],
+        "embedding_dim": hidden,
+        "num_heads": config["num_heads"],
+        "num_blocks": num_blocks,
+        "block_kinds": "mlstm",
+        "use_bias": config["use_bias"],
+        "tie_weights": config["tie_word_embeddings"],
+        "norm_eps": config["norm_eps"],
+        "cell_eps": config["eps"],
+        "qk_dim_factor": config["qk_dim_factor"],
+        "v_dim_factor": config["v_dim_factor"],
+        "ffn_dim": ffn_dim,
+        "gate_soft_cap": config["gate_soft_cap"],
+        "logits_soft_cap": config["output_logit_soft_cap"],
+        "chunk_size": config["chunk_size"],
+    }
+    return XLSTMConfig(**(fields | changes))
+
+
+def huggingface_rules(config: XLSTMConfig) -> list[Rule]:
+    """Return the rules for the state dict of `xLSTMForCausalLM` without fused weights and without biases."""
+    theirs, ours = "backbone.blocks.{i}.", "block_stack.block_{i}."
+    block = [
+        rename(theirs + "norm_mlstm.weight", ours + "norm_mlstm.scale"),
+        *(
+            rename(f"{theirs}mlstm_layer.{name}.weight", f"{ours}mlstm.{own}.kernel", LINEAR)
+            for name, own in (
+                ("q", "q"),
+                ("k", "k"),
+                ("v", "v"),
+                ("ogate_preact", "ogate"),
+                ("igate_preact", "igate"),
+                ("fgate_preact", "fgate"),
+                ("out_proj", "out"),
+            )
+        ),
+        *(rename(f"{theirs}mlstm_layer.{g}_preact.bias", f"{ours}mlstm.{g}.bias") for g in ("igate", "fgate")),
+        rename(theirs + "mlstm_layer.multihead_norm.weight", ours + "mlstm.multihead_norm.scale"),
+        rename(theirs + "norm_ffn.weight", ours + "norm_ffn.scale"),
+        rename(theirs + "ffn.proj_up_gate.weight", ours + "ffn.gate.kernel", LINEAR),
+        rename(theirs + "ffn.proj_up.weight", ours + "ffn.up.kernel", LINEAR),
+        rename(theirs + "ffn.proj_down.weight", ours + "ffn.down.kernel", LINEAR),
+    ]
+    return [
+        rename("backbone.embeddings.weight", "token_embedding.embedding"),
+        *(rule.at(index) for index in range(config.num_blocks) for rule in block),
+        rename("backbone.out_norm.weight", "lm_head.out_norm.scale"),
+        rename("lm_head.weight", "lm_head.out_dense.kernel", LINEAR),
+    ]
+
+
+def config_from_paper(config: dict[str, Any], **changes: Any) -> XLSTMConfig:
+    """Turn the config of the package's `xLSTMLMModel` into ours.
+
+    Args:
+        config: The fields of their config, with `_block_map` as the package completes it.
+        **changes: Fields of ours to set.
+
+    Returns:
+        The config.
+    """
+    kinds = [("mlstm_up", "slstm")[int(kind)] for kind in str(config["_block_map"]).split(",")]
+    mlstm = (config.get("mlstm_block") or {}).get("mlstm", {})
+    slstm_block = config.get("slstm_block") or {}
+    slstm, feed_forward = slstm_block.get("slstm", {}), slstm_block.get("feedforward", {})
+    fields = {
+        "vocab_size": config["vocab_size"],
+        "embedding_dim": config["embedding_dim"],
+        "num_heads": mlstm.get("num_heads") or slstm["num_heads"],
+        "num_blocks": len(kinds),
+        "block_kinds": kinds,
+        "tie_weights": config["tie_weights"],
+        "norm": "layernorm",
+        "norm_eps": 1e-5,
+        "logits_soft_cap": None,
+        "conv_kernel_size": mlstm.get("conv1d_kernel_size") or slstm["conv1d_kernel_size"],
+        "up_proj_factor": mlstm.get("proj_factor", 2.0),
+        "qkv_block_size": mlstm.get("qkv_proj_blocksize", 4),
+        "slstm_ffn_factor": feed_forward.get("proj_factor", 1.3),
+    }
+    return XLSTMConfig(**(fields | changes))
+
+
+def paper_rules(config: XLSTMConfig) -> list[Rule]:
+    """Return the rules for the state dict of `xLSTMLMModel` with the vanilla sLSTM cell."""
+    blocks = [
+        rule.at(index)
+        for index, kind in enumerate(config.kinds)
+        for rule in {"mlstm_up": _paper_mlstm_rules, "slstm": _paper_slstm_rules}[kind](config)
+    ]
+    return [
+        rename("token_embedding.weight", "token_embedding.embedding"),
+        *blocks,
+        rename("xlstm_block_stack.post_blocks_norm.weight", "lm_head.out_norm.scale", PLUS_ONE),
+        rename("lm_head.weight", "lm_head.out_dense.kernel", LINEAR),
+    ]
+
+
+_THEIRS, _OURS = "xlstm_block_stack.blocks.{i}.", "block_stack.block_{i}."
+
+
+def _paper_mlstm_rules(config: XLSTMConfig) -> list[Rule]:
+    theirs, ours = _THEIRS + "xlstm.", _OURS + "mlstm."
+    gate = Transform(
+        lambda x: [x.reshape(x.shape[0], 3, -1).transpose(1, 2, 0)],
+        lambda xs: xs[0].transpose(2, 0, 1).reshape(config.num_heads, -1),
+    )
+    return [
+        rename(_THEIRS + "xlstm_norm.weight", _OURS + "norm_mlstm.scale", PLUS_ONE),
+        Rule(theirs + "proj_up.weight", (ours + "up.kernel", ours + "gate.kernel"), TWO_LINEAR),
+        *(rename(f"{theirs}{name}_proj.weight", f"{ours}{name}.kernel", BLOCK_DIAGONAL) for name in "qkv"),
+        *_conv_rules(theirs, ours),
+        *(rename(f"{theirs}mlstm_cell.{g}.weight", f"{ours}{g}.kernel", gate) for g in ("igate", "fgate")),
+        *(rename(f"{theirs}mlstm_cell.{g}.bias", f"{ours}{g}.bias") for g in ("igate", "fgate")),
+        rename(theirs + "mlstm_cell.outnorm.weight", ours + "multihead_norm.scale", PLUS_ONE),
+        rename(theirs + "learnable_skip", ours + "skip"),
+        rename(theirs + "proj_down.weight", ours + "down.kernel", LINEAR),
+    ]
+
+
+def _paper_slstm_rules(config: XLSTMConfig) -> list[Rule]:
+    theirs, ours, num_heads = _THEIRS + "xlstm.", _OURS + "slstm.", config.num_heads
+    recurrent = Transform(
+        lambda x: [x.reshape(num_heads, 4, -1, x.shape[-1]).transpose(0, 3, 1, 2)],
+        lambda xs: xs[0].transpose(0, 2, 3, 1).reshape(num_heads, -1, xs[0].shape[1]),
+    )
+    bias = Transform(
+        lambda x: [x.reshape(4, num_heads, -1).swapaxes(0, 1)], lambda xs: xs[0].swapaxes(0, 1).reshape(-1)
+    )
+    # What they call the forget gate feeds the input gate, and the other way round.
+    gates = (("fgate", "igate"), ("igate", "fgate"), ("zgate", "zgate"), ("ogate", "ogate"))
+    return [
+        rename(_THEIRS + "xlstm_norm.weight", _OURS + "norm_slstm.scale", PLUS_ONE),
+        *_conv_rules(theirs, ours),
+        *(rename(f"{theirs}{name}.weight", f"{ours}{own}.kernel", BLOCK_DIAGONAL) for name, own in gates),
+        rename(theirs + "slstm_cell._recurrent_kernel_", ours + "recurrent_kernel", recurrent),
+        rename(theirs + "slstm_cell._bias_", ours + "bias", bias),
+        rename(theirs + "group_norm.weight", ours + "multihead_norm.scale", PLUS_ONE),
+        rename(_THEIRS + "ffn_norm.weight", _OURS + "norm_ffn.scale", PLUS_ONE),
+        Rule(_THEIRS + "ffn.proj_up.weight", (_OURS + "ffn.gate.kernel", _OURS + "ffn.up.kernel"), TWO_LINEAR),
+        rename(_THEIRS + "ffn.proj_down.weight", _OURS + "ffn.down.kernel", LINEAR),
+    ]
+
+
+def _conv_rules(theirs: str, ours: str) -> list[Rule]:
+    return [
+        rename(theirs + "conv1d.conv.weight", ours + "conv.kernel", DEPTHWISE),
+        rename(theirs + "conv1d.conv.bias", ours + "conv.bias", COPY),
+    ]

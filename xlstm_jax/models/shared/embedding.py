@@ -1,0 +1,29 @@
+"""The table of token embeddings."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+
+class Embedding(nn.Module):
+    """The table itself, not a look-up: models with tied weights multiply with it as well.
+
+    Attributes:
+        vocab_size: The number of tokens.
+        features: The number of features of a token.
+        init_fn: Initialises the table.
+        param_dtype: Precision of the table.
+    """
+
+    vocab_size: int
+    features: int
+    init_fn: Callable
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """Return the table, `[vocab_size, features]`."""
+        return self.param("embedding", self.init_fn, (self.vocab_size, self.features), self.param_dtype)

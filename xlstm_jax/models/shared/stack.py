@@ -1,0 +1,218 @@
+"""A stack of blocks: scanned or written out, rematerialised, split over devices, with the same parameters either way.
+
+A block is a module `block(x, state, context) -> (x, state)`. Block `i` draws its parameters from the key folded with
+`i`. Blocks that repeat a pattern are scanned over its repetitions: their parameters lie under `block`, stacked along a
+first axis (for a pattern of several kinds, one entry for each place in it). Otherwise block `i` is `block_<i>`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_policies
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import gather_params, shard_params
+from xlstm_jax.distributed.mesh_utils import ParallelConfig
+from xlstm_jax.utils.partitioned import is_partitioned, partition_names, unboxed, with_names
+
+RematPolicy = Literal["none", "full", "dots", "offload"]
+
+REMAT_POLICIES: dict[str, Callable] = {
+    "full": checkpoint_policies.nothing_saveable,
+    "dots": checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload": checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What all blocks are told about a batch."""
+
+    document_borders: jax.Array | None = None
+    """Where a document begins; recurrent layers start anew there."""
+    positions: jax.Array | None = None
+    """The position of each token in its document."""
+    train: bool = False
+    """Whether dropout is on."""
+    block_index: jax.Array | int = 0
+    """The block's place in the stack; initialisers may depend on it."""
+
+
+class BlockStack(nn.Module):
+    """Blocks of the given kinds, one after the other.
+
+    Attributes:
+        kinds: The kind of each block.
+        block_fn: Creates a block of a kind.
+        parallel: Says whether the parameters of blocks are split over the FSDP axis (`"Block"` in `fsdp_modules`).
+        scan: Whether to scan over repetitions.
+        remat: What to compute again in the backward pass.
+    """
+
+    kinds: Sequence[str]
+    block_fn: Callable[[str], nn.Module]
+    parallel: ParallelConfig
+    scan: bool = True
+    remat: RematPolicy = "none"
+
+    @nn.compact
+    def __call__(self, x: jax.Array, states: PyTree, context: Context) -> tuple[jax.Array, PyTree]:
+        """Run all blocks.
+
+        Args:
+            x: The inputs of the first block.
+            states: The states of all blocks as the last call returned them, or as `init_states` made them.
+            context: What blocks are told.
+
+        Returns:
+            The outputs of the last block, and the states of all blocks.
+        """
+        init_key = self.make_rng("params") if self.is_initializing() else None
+        dropout_key = self.make_rng("dropout") if context.train and self.has_rng("dropout") else None
+        if is_scanned(self.kinds, self.scan):
+            return self._scan(x, states, context, init_key, dropout_key)
+        new_states = []
+        for index, kind in enumerate(self.kinds):
+            params = self._params(f"block_{index}", lambda: self._init_block(kind, x, context, init_key, index))  # noqa: B023
+            x, state, sown = self._run(kind)(params, x, states[index], context, index, dropout_key)
+            self._keep_intermediates(f"block_{index}", sown)
+            new_states.append(state)
+        return x, tuple(new_states)
+
+    def _scan(self, x: jax.Array, states: PyTree, context: Context, init_key: Any, dropout_key: Any):
+        pattern = period(self.kinds)
+        repetitions = jnp.arange(len(self.kinds) // len(pattern))
+
+        def init_pattern(repetition):
+            return [
+                self._init_block(kind, x, context, init_key, repetition * len(pattern) + place)
+                for place, kind in enumerate(pattern)
+            ]
+
+        def init_all():
+            stacked = jax.lax.map(init_pattern, repetitions)
+            return _unlist(jax.tree.map(_add_leading_axis, stacked, is_leaf=is_partitioned))
+
+        params = _enlist(self._params("block", init_all), len(pattern))
+
+        def body(x, repetition):
+            index, params, states = repetition
+            new_states, all_sown = [], []
+            for place, kind in enumerate(pattern):
+                own = jax.tree.map(_drop_leading_name, params[place], is_leaf=is_partitioned)
+                block_index = index * len(pattern) + place
+                x, state, sown = self._run(kind)(own, x, states[place], context, block_index, dropout_key)
+                new_states.append(state)
+                all_sown.append(sown)
+            return x, (tuple(new_states), all_sown)
+
+        x, (states, sown) = jax.lax.scan(body, x, (repetitions, params, states))
+        self._keep_intermediates("block", _unlist(sown))
+        return x, states
+
+    def _params(self, name: str, init: Callable[[], PyTree]) -> PyTree:
+        """Create or read the parameters under a name."""
+        if self.is_initializing():
+            return self.param(name, lambda _: init(), unbox=False)
+        return self.get_variable("params", name)
+
+    def _init_block(self, kind: str, x: jax.Array, context: Context, key: Any, index: jax.Array | int) -> PyTree:
+        context = dataclasses.replace(context, train=False, block_index=index)
+        params = self.block_fn(kind).init(jax.random.fold_in(key, index), x, None, context)["params"]
+        if "Block" in self.parallel.fsdp_modules:
+            params = shard_params(params, self.parallel.fsdp_axis_name, self.parallel.fsdp_min_weight_size)
+        return params
+
+    def _run(self, kind: str) -> Callable:
+        """Return a function that runs a block: gather its parameters, apply it, compute it again if asked for."""
+        parallel = self.parallel
+        mutable = ["intermediates"] if self.is_mutable_collection("intermediates") else False
+        block = self.block_fn(kind)
+
+        def run(params, x, state, context, index, dropout_key):
+            params = gather_params(
+                params, parallel.fsdp_axis_name, parallel.fsdp_gather_dtype, parallel.fsdp_grad_scatter_dtype
+            )
+            rngs = {} if dropout_key is None else {"dropout": jax.random.fold_in(dropout_key, index)}
+            result = block.apply({"params": params}, x, state, context, rngs=rngs, mutable=mutable)
+            (x, state), sown = result if mutable else (result, {})
+            return x, state, sown.get("intermediates", {})
+
+        if self.remat == "none":
+            return run
+        policy = REMAT_POLICIES[self.remat]
+
+        def rematerialised(params, x, state, context, index, dropout_key):
+            arrays = (params, x, state, context.document_borders, context.positions, index, dropout_key)
+
+            def from_arrays(params, x, state, borders, positions, index, dropout_key):
+                inner = dataclasses.replace(context, document_borders=borders, positions=positions)
+                return run(params, x, state, inner, index, dropout_key)
+
+            return jax.checkpoint(from_arrays, policy=policy, prevent_cse=not is_scanned(self.kinds, self.scan))(
+                *arrays
+            )
+
+        return rematerialised
+
+    def _keep_intermediates(self, name: str, sown: PyTree) -> None:
+        if self.is_mutable_collection("intermediates") and jax.tree.leaves(sown):
+            self.put_variable("intermediates", name, sown)
+
+
+def init_states(kinds: Sequence[str], scan: bool, init_state: Callable[[str], PyTree]) -> PyTree:
+    """Return the states of all blocks before the first token, laid out as `BlockStack` needs them."""
+    if not is_scanned(kinds, scan):
+        return tuple(init_state(kind) for kind in kinds)
+    pattern = period(kinds)
+    num_repetitions = len(kinds) // len(pattern)
+    stack = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (num_repetitions, *x.shape)))
+    return tuple(stack(init_state(kind)) for kind in pattern)
+
+
+def check_state(state: PyTree, empty: PyTree) -> PyTree:
+    """Return a state, or say why it cannot be one of this model and batch; `empty` is one that can."""
+    shapes, needed = (jax.tree.map(jnp.shape, tree) for tree in (state, empty))
+    if jax.tree.structure(state) != jax.tree.structure(empty) or shapes != needed:
+        raise ValueError(
+            f"The state is not one of this model with this batch: it has the shapes {shapes}, but needs {needed}. Take "
+            "it from `return_state=True` of the same model, or from `init_state`."
+        )
+    return state
+
+
+def is_scanned(kinds: Sequence[str], scan: bool) -> bool:
+    """Tell whether blocks are scanned: asked for, and a pattern repeats."""
+    return scan and len(period(kinds)) < len(kinds)
+
+
+def period(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return the shortest pattern that the kinds repeat."""
+    for length in range(1, len(kinds) + 1):
+        if len(kinds) % length == 0 and list(kinds) == list(kinds[:length]) * (len(kinds) // length):
+            return tuple(kinds[:length])
+    return ()
+
+
+def _unlist(items: list) -> PyTree:
+    """Lay out one item for each place of a pattern: bare if there is one place, else by the place's number."""
+    return items[0] if len(items) == 1 else {str(place): item for place, item in enumerate(items)}
+
+
+def _enlist(tree: PyTree, num_places: int) -> list[PyTree]:
+    return [tree] if num_places == 1 else [tree[str(place)] for place in range(num_places)]
+
+
+def _add_leading_axis(leaf: Any) -> Any:
+    """Name the leading axis of a stacked leaf: it is whole on every device."""
+    value = unboxed(leaf)
+    return with_names(value, (None, *partition_names(leaf)[: value.ndim - 1])) if is_partitioned(leaf) else leaf
+
+
+def _drop_leading_name(leaf: Any) -> Any:
+    return with_names(leaf.value, tuple(leaf.names)[1:]) if is_partitioned(leaf) else leaf

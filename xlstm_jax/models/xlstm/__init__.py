@@ -1,0 +1,6 @@
+"""xLSTM language models: the 7B-style blocks and those of the original paper."""
+
+from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.models.xlstm.model import XLSTM
+
+__all__ = ["XLSTM", "XLSTMConfig"]

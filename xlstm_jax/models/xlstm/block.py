@@ -1,0 +1,105 @@
+"""Blocks: a recurrent layer and what stands around it, on a residual stream."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.models.shared.feedforward import GatedFeedForward
+from xlstm_jax.models.shared.init import small_init, wang_init
+from xlstm_jax.models.shared.norms import LayerNorm, RMSNorm
+from xlstm_jax.models.shared.stack import Context
+from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.models.xlstm.mlstm import MLSTMLayer, init_mlstm_state
+from xlstm_jax.models.xlstm.mlstm_up import MLSTMUpLayer, init_mlstm_up_state
+from xlstm_jax.models.xlstm.slstm import SLSTMLayer, init_slstm_state
+
+
+class _Kind(NamedTuple):
+    """What makes a kind of block."""
+
+    layer: Callable[..., nn.Module]
+    layer_name: str
+    init_state: Callable[[XLSTMConfig, int], PyTree]
+    ffn: Callable[[XLSTMConfig], dict[str, Any]] | None
+    """Width and activation of the feed-forward layer; `None` if there is none."""
+    norm: str | None
+    """The norm; that of the config if `None`."""
+
+
+KINDS = {
+    "mlstm": _Kind(
+        MLSTMLayer,
+        "mlstm",
+        init_mlstm_state,
+        lambda config: {"hidden_dim": config.ffn_hidden_dim, "activation": nn.silu},
+        None,
+    ),
+    "mlstm_up": _Kind(MLSTMUpLayer, "mlstm", init_mlstm_up_state, None, "layernorm"),
+    "slstm": _Kind(
+        SLSTMLayer,
+        "slstm",
+        init_slstm_state,
+        lambda config: {
+            "hidden_dim": config.slstm_ffn_dim,
+            "activation": functools.partial(nn.gelu, approximate=False),
+        },
+        "layernorm",
+    ),
+}
+
+
+class Block(nn.Module):
+    """`x + layer(norm(x))`, then `x + ffn(norm(x))` if the kind has a feed-forward layer.
+
+    Attributes:
+        kind: One of `KINDS`.
+        config: The config of the model.
+    """
+
+    kind: str
+    config: XLSTMConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, state: PyTree, context: Context) -> tuple[jax.Array, PyTree]:
+        """Return the outputs and the state after the last position."""
+        kind, config = KINDS[self.kind], self.config
+        norm = functools.partial(create_norm, config, kind.norm or config.norm)
+        dropout = nn.Dropout(config.dropout_rate, deterministic=not context.train)
+        layer = kind.layer(config, name=kind.layer_name)
+        y, state = layer(norm(name=f"norm_{kind.layer_name}")(x), state, context)
+        x = x + dropout(y)
+        if kind.ffn is not None:
+            feed_forward = GatedFeedForward(
+                **kind.ffn(config),
+                axis_name=config.parallel.model_axis_name,
+                up_init=small_init(config.embedding_dim),
+                down_init=wang_init(config.embedding_dim, config.num_blocks),
+                use_bias=config.use_bias,
+                dtype=jnp.dtype(config.dtype),
+                param_dtype=jnp.dtype(config.param_dtype),
+                name="ffn",
+            )
+            x = x + dropout(feed_forward(norm(name="norm_ffn")(x)))
+        self.sow("intermediates", "block_output_std", jnp.std(x))
+        self.sow("intermediates", "block_output_abs_max", jnp.max(jnp.abs(x)))
+        return x, state
+
+
+def create_norm(config: XLSTMConfig, norm: str, name: str) -> nn.Module:
+    """Create a norm over all features."""
+    return {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[norm](config.norm_eps, jnp.dtype(config.param_dtype), name=name)
+
+
+def create_block(kind: str, config: XLSTMConfig) -> Block:
+    """Create a block, bound to no module."""
+    return Block(kind, config, parent=None)
+
+
+def init_block_state(kind: str, config: XLSTMConfig, batch_size: int) -> PyTree:
+    """Return the state of a block before the first token."""
+    return KINDS[kind].init_state(config, batch_size)

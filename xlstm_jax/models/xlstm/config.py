@@ -1,0 +1,201 @@
+"""The shape of an xLSTM language model, and the published sizes."""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.distributed.mesh_utils import ParallelConfig
+from xlstm_jax.kernels.mlstm.api import Backend as MLSTMBackend
+from xlstm_jax.kernels.slstm.api import Backend as SLSTMBackend
+from xlstm_jax.models.shared.feedforward import round_up
+from xlstm_jax.models.shared.stack import RematPolicy
+
+BlockKind = Literal["mlstm", "mlstm_up", "slstm"]
+BLOCK_KINDS = ("mlstm", "mlstm_up", "slstm")
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class XLSTMConfig(ConfigDict):
+    """Shape of an xLSTM language model.
+
+    Blocks are of three kinds. `mlstm` is the block of xLSTM-7B: an mLSTM layer, then a gated feed-forward layer.
+    `mlstm_up` and `slstm` are those of the original paper: an mLSTM between an up- and a down-projection, and an sLSTM
+    with a gated feed-forward layer after it.
+    """
+
+    vocab_size: int
+    embedding_dim: int
+    num_heads: int
+    num_blocks: int
+    block_kinds: Sequence[str] | str = "mlstm"
+    """One kind for all blocks, a list with the kind of each block, or a pattern `xLSTM[a:b]`: in turn `a` blocks
+    `mlstm_up` and `b` blocks `slstm`."""
+    tie_weights: bool = False
+    dropout_rate: float = 0.0
+    embedding_dropout: bool = False
+    use_bias: bool = False
+    """Whether projections have biases; gates always have."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """The norm of `mlstm` blocks and before the head; the blocks of the paper always have layer norms."""
+    norm_eps: float = 1e-6
+    logits_soft_cap: float | None = 30.0
+    """Squash logits into (-cap, cap); `None` leaves them as they are."""
+
+    qk_dim_factor: float = 0.5
+    v_dim_factor: float = 1.0
+    gate_soft_cap: float | None = 15.0
+    """Squash pre-activations of `mlstm` gates into (-cap, cap); `None` leaves them as they are."""
+    input_gate: Literal["exp", "sigmoid"] = "exp"
+    input_gate_bias_init: float = -10.0
+    qk_norm: bool = False
+    """Normalise queries and keys of each head."""
+    cell_eps: float = 1e-6
+    """Added to the denominator of the mLSTM."""
+    ffn_proj_factor: float = 2.667
+    ffn_round_up: int = 64
+    ffn_dim: int | None = None
+    """Width of the feed-forward layer of `mlstm` blocks; computed from the two fields before it if `None`."""
+
+    conv_kernel_size: int = 4
+    """Inputs that the convolutions of `mlstm_up` and `slstm` blocks see."""
+    up_proj_factor: float = 2.0
+    """Width of `mlstm_up` layers over that of the model."""
+    qkv_block_size: int = 4
+    """Size of the blocks of the block-diagonal projections in `mlstm_up` layers."""
+    slstm_ffn_factor: float = 1.3
+    """Width of the feed-forward layers of `slstm` blocks over that of the model."""
+
+    chunk_size: int = 64
+    mlstm_backend: MLSTMBackend = "auto"
+    slstm_backend: SLSTMBackend = "auto"
+
+    dtype: str = "float32"
+    """Precision of activations."""
+    param_dtype: str = "float32"
+    gate_dtype: str = "float32"
+    """Precision of the gate projections."""
+    head_dtype: str = "float32"
+    """Precision of the projection to the vocabulary; logits are always float32."""
+    loss_chunk_size: int = 1024
+    """Tokens whose logits the loss holds at once."""
+
+    scan_blocks: bool = True
+    remat: RematPolicy = "none"
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+
+    def __post_init__(self):
+        for name in ("vocab_size", "embedding_dim", "num_heads", "num_blocks", "chunk_size", "loss_chunk_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        for field in dataclasses.fields(self):
+            options = typing.get_args(field.type)
+            if typing.get_origin(field.type) is Literal and getattr(self, field.name) not in options:
+                raise ConfigError(f"{field.name} is {getattr(self, field.name)!r}, but must be {', '.join(options)}.")
+        for name in ("dtype", "param_dtype", "gate_dtype", "head_dtype"):
+            _check_dtype(name, getattr(self, name))
+        for name, size in self._sizes_split_by_heads().items():
+            if size % self.num_heads:
+                raise ConfigError(
+                    f"{name} {size} is no multiple of num_heads {self.num_heads}: change embedding_dim "
+                    f"{self.embedding_dim}, num_heads or the factor between them."
+                )
+        if "mlstm_up" in self.kinds and self.inner_dim % self.qkv_block_size:
+            raise ConfigError(f"inner_dim {self.inner_dim} is no multiple of qkv_block_size {self.qkv_block_size}.")
+        if not 0 <= self.dropout_rate < 1:
+            raise ConfigError(f"dropout_rate is {self.dropout_rate}, but must be in [0, 1).")
+
+    def _sizes_split_by_heads(self) -> dict[str, int]:
+        sizes = {
+            "mlstm": {"qk_dim": self.qk_dim, "v_dim": self.v_dim},
+            "mlstm_up": {"inner_dim": self.inner_dim},
+            "slstm": {"embedding_dim": self.embedding_dim},
+        }
+        return {name: size for kind in self.kinds for name, size in sizes[kind].items()}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each block."""
+        if isinstance(self.block_kinds, str):
+            match = re.fullmatch(r"xLSTM\[(\d+):(\d+)\]", self.block_kinds)
+            pattern = ("mlstm_up",) * int(match[1]) + ("slstm",) * int(match[2]) if match else (self.block_kinds,)
+        else:
+            pattern = tuple(self.block_kinds)
+        unknown = [kind for kind in pattern if kind not in BLOCK_KINDS]
+        if unknown or not pattern:
+            raise ConfigError(
+                f"block_kinds is {self.block_kinds!r}, but must be of the kinds {', '.join(BLOCK_KINDS)}, or a pattern "
+                "such as 'xLSTM[7:1]'."
+            )
+        repetitions, rest = divmod(self.num_blocks, len(pattern))
+        is_list = not isinstance(self.block_kinds, str)
+        if rest or (is_list and repetitions != 1):
+            raise ConfigError(
+                f"num_blocks is {self.num_blocks}, but block_kinds {self.block_kinds!r} has {len(pattern)}."
+            )
+        return pattern * repetitions
+
+    @property
+    def qk_dim(self) -> int:
+        """The number of features of all queries, or keys."""
+        return int(self.embedding_dim * self.qk_dim_factor)
+
+    @property
+    def v_dim(self) -> int:
+        """The number of features of all values."""
+        return int(self.embedding_dim * self.v_dim_factor)
+
+    @property
+    def inner_dim(self) -> int:
+        """The width of `mlstm_up` layers."""
+        return round_up(self.embedding_dim * self.up_proj_factor, 64)
+
+    @property
+    def slstm_ffn_dim(self) -> int:
+        """The width of the feed-forward layers of `slstm` blocks."""
+        return round_up(self.embedding_dim * self.slstm_ffn_factor, 64)
+
+    @property
+    def ffn_hidden_dim(self) -> int:
+        """The width of the feed-forward layer of `mlstm` blocks."""
+        return self.ffn_dim or round_up(self.embedding_dim * self.ffn_proj_factor, self.ffn_round_up)
+
+
+def _check_dtype(name: str, value: str) -> None:
+    try:
+        is_float = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise ConfigError(f"{name} is {value!r}, but must name a floating-point type such as float32 or bfloat16.")
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "xLSTM-160M": {"num_blocks": 12, "embedding_dim": 768, "num_heads": 6},
+    "xLSTM-400M": {"num_blocks": 24, "embedding_dim": 1024, "num_heads": 4},
+    "xLSTM-830M": {"num_blocks": 24, "embedding_dim": 1536, "num_heads": 6},
+    "xLSTM-1.4B": {"num_blocks": 24, "embedding_dim": 2048, "num_heads": 8},
+    "xLSTM-2.7B": {"num_blocks": 32, "embedding_dim": 2560, "num_heads": 10},
+    "xLSTM-7B": {"num_blocks": 32, "embedding_dim": 4096, "num_heads": 8},
+}
+"""The sizes of the 7B-style family, with the vocabulary of GPT-NeoX."""
+
+
+def published(name: str, **changes: Any) -> XLSTMConfig:
+    """Return the config of a published size.
+
+    Args:
+        name: One of `SIZES`.
+        **changes: Fields to change.
+
+    Returns:
+        The config.
+    """
+    if name not in SIZES:
+        raise ConfigError(f"There is no published size {name!r}, only {', '.join(SIZES)}.")
+    fields: dict[str, Any] = {"vocab_size": 50304} | SIZES[name] | changes
+    return XLSTMConfig(**fields)

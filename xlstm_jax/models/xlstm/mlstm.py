@@ -1,0 +1,134 @@
+"""The mLSTM layer of xLSTM-7B."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from xlstm_jax.distributed.array_utils import axis_size
+from xlstm_jax.distributed.dense import ColumnDense, RowDense
+from xlstm_jax.kernels.mlstm import MLSTMState, empty_state, mlstm, mlstm_step
+from xlstm_jax.models.shared.init import small_init, wang_init
+from xlstm_jax.models.shared.norms import MultiHeadNorm, standardize
+from xlstm_jax.models.shared.stack import Context
+from xlstm_jax.models.shared.utils import soft_cap_logits
+from xlstm_jax.models.xlstm.config import XLSTMConfig
+
+
+class MLSTMLayer(nn.Module):
+    """Projections, the mLSTM cell, a norm over each head and an output gate; heads are split over the model axis.
+
+    Attributes:
+        config: The config of the model.
+    """
+
+    config: XLSTMConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, state: MLSTMState | None, context: Context) -> tuple[jax.Array, MLSTMState]:
+        """Return the outputs and the state after the last position."""
+        config = self.config
+        num_heads = config.num_heads // axis_size(config.parallel.model_axis_name)
+        init = small_init(config.embedding_dim)
+        q, k, v = (
+            self._project(name, size, init)(x).reshape(*x.shape[:-1], num_heads, -1)
+            for name, size in (("q", config.qk_dim), ("k", config.qk_dim), ("v", config.v_dim))
+        )
+        if config.qk_norm:
+            q, k = standardize(q, config.norm_eps), standardize(k, config.norm_eps)
+        output_gate = nn.sigmoid(self._project("ogate", config.v_dim, nn.initializers.zeros)(x))
+        igate, fgate = (self._gate(name, x) for name in ("igate", "fgate"))
+        hidden, state = run_cell(config, q, k, v, igate, fgate, state, context)
+        self._sow_statistics(q, k, v, igate, fgate, output_gate, hidden)
+        normed = MultiHeadNorm(
+            config.parallel.model_axis_name, config.norm_eps, jnp.dtype(config.param_dtype), name="multihead_norm"
+        )(hidden)
+        out = RowDense(
+            config.embedding_dim,
+            kernel_init=wang_init(config.embedding_dim, config.num_blocks),
+            name="out",
+            **common_arguments(config),
+        )
+        return out(output_gate * normed), state
+
+    def _project(self, name: str, features: int, init: nn.initializers.Initializer) -> ColumnDense:
+        return ColumnDense(features, kernel_init=init, name=name, **common_arguments(self.config))
+
+    def _gate(self, name: str, x: jax.Array) -> jax.Array:
+        """Compute the pre-activations of a gate, one for each head."""
+        config = self.config
+        bias = {
+            "igate": np.full(config.num_heads, config.input_gate_bias_init),
+            "fgate": np.linspace(3.0, 6.0, config.num_heads),
+        }[name]
+        dense = ColumnDense(
+            config.num_heads,
+            kernel_init=nn.initializers.zeros,
+            bias_init=lambda _key, _shape, dtype: jnp.asarray(bias, dtype),
+            name=name,
+            **(common_arguments(config) | {"use_bias": True, "dtype": jnp.dtype(config.gate_dtype)}),
+        )
+        return soft_cap_logits(dense(x), config.gate_soft_cap)
+
+    def _sow_statistics(self, q, k, v, igate, fgate, output_gate, hidden) -> None:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            self.sow("intermediates", f"{name}_std", jnp.std(x))
+            self.sow("intermediates", f"{name}_abs_max", jnp.max(jnp.abs(x)))
+            self.sow("intermediates", f"{name}_mean", jnp.mean(x))
+        for name, x in (("igate_preact", igate), ("fgate_preact", fgate)):
+            for statistic in ("max", "min", "mean"):
+                self.sow("intermediates", f"{statistic}_{name}", getattr(jnp, statistic)(x))
+        self.sow("intermediates", "mean_output_gate", jnp.mean(output_gate))
+        self.sow("intermediates", "h_state_std", jnp.std(hidden))
+        self.sow("intermediates", "h_state_abs_max", jnp.max(jnp.abs(hidden)))
+
+
+def run_cell(
+    config: XLSTMConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    igate: jax.Array,
+    fgate: jax.Array,
+    state: MLSTMState | None,
+    context: Context,
+) -> tuple[jax.Array, MLSTMState]:
+    """Run the mLSTM cell: one step for one token, a form for sequences otherwise."""
+    if state is not None and q.shape[1] == 1 and context.document_borders is None:
+        token = [x[:, 0] for x in (q, k, v, igate, fgate)]
+        hidden, last = mlstm_step(*token, state=state, input_gate=config.input_gate, eps=config.cell_eps)
+        return hidden[:, None], last
+    result: Any = mlstm(
+        q,
+        k,
+        v,
+        igate,
+        fgate,
+        state=state,
+        return_state=True,
+        resets=context.document_borders,
+        chunk_size=config.chunk_size,
+        backend=config.mlstm_backend,
+        input_gate=config.input_gate,
+        eps=config.cell_eps,
+    )
+    hidden, last = result
+    return hidden, last
+
+
+def init_mlstm_state(config: XLSTMConfig, batch_size: int) -> MLSTMState:
+    """Return the state of an `mlstm` block before the first token."""
+    num_heads = config.num_heads // axis_size(config.parallel.model_axis_name)
+    return empty_state(batch_size, num_heads, config.qk_dim // config.num_heads, config.v_dim // config.num_heads)
+
+
+def common_arguments(config: XLSTMConfig) -> dict[str, Any]:
+    """Return what all projections of a model have in common."""
+    return {
+        "axis_name": config.parallel.model_axis_name,
+        "use_bias": config.use_bias,
+        "dtype": jnp.dtype(config.dtype),
+        "param_dtype": jnp.dtype(config.param_dtype),
+    }

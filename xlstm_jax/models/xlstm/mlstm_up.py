@@ -1,0 +1,121 @@
+"""The mLSTM layer of the original paper: between an up- and a down-projection, with a convolution and a skip."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+from jaxtyping import Array, Float
+
+from xlstm_jax.distributed.array_utils import axis_size, split_array_over_mesh
+from xlstm_jax.distributed.dense import ColumnDense, RowDense, SplitModule
+from xlstm_jax.kernels.mlstm import MLSTMState, empty_state
+from xlstm_jax.models.shared.conv import CausalConv
+from xlstm_jax.models.shared.init import small_init, wang_init
+from xlstm_jax.models.shared.norms import MultiHeadNorm
+from xlstm_jax.models.shared.stack import Context
+from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.models.xlstm.mlstm import common_arguments, run_cell
+
+
+class MLSTMUpState(NamedTuple):
+    """What an `mlstm_up` block hands on: the last inputs of its convolution, and the memory of its cell."""
+
+    conv: Float[Array, "b t c"]
+    cell: MLSTMState
+
+
+class MLSTMUpLayer(SplitModule):
+    """Up-projection, convolution, block-diagonal projections, the mLSTM cell, norm, skip, gate, down-projection.
+
+    Attributes:
+        config: The config of the model.
+    """
+
+    config: XLSTMConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, state: MLSTMUpState | None, context: Context) -> tuple[jax.Array, MLSTMUpState]:
+        """Return the outputs and the state after the last position."""
+        config, axis_name = self.config, self.config.parallel.model_axis_name
+        num_heads, param_dtype = config.num_heads // axis_size(axis_name), jnp.dtype(config.param_dtype)
+        state = init_mlstm_up_state(config, x.shape[0]) if state is None else state
+        up_init, common = small_init(config.embedding_dim), common_arguments(config)
+        inner, gate = (
+            ColumnDense(config.inner_dim, kernel_init=up_init, name=name, **common)(x) for name in ("up", "gate")
+        )
+        conv = CausalConv(config.conv_kernel_size, axis_name, jnp.dtype(config.dtype), param_dtype, name="conv")
+        convolved, conv_state = conv(inner, state.conv, context.document_borders)
+        activated = nn.silu(convolved)
+        q, k, v = (
+            BlockDiagonalDense(config.qkv_block_size, config, name=name)(inputs)
+            for name, inputs in (("q", activated), ("k", activated), ("v", inner))
+        )
+        igate, fgate = (
+            _GateOfAll(name, config, name=name)(jnp.stack([q, k, v], axis=-2)).astype(config.gate_dtype)
+            for name in ("igate", "fgate")
+        )
+        q, k, v = (y.reshape(*y.shape[:-1], num_heads, -1) for y in (q, k, v))
+        hidden, cell = run_cell(config, q, k, v, igate, fgate, state.cell, context)
+        normed = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, name="multihead_norm")(hidden)
+        skip = self.split_param("skip", nn.initializers.ones, (config.inner_dim,), param_dtype, 0, axis_name)
+        y = (normed + skip.astype(normed.dtype) * activated) * nn.silu(gate)
+        down_init = wang_init(config.embedding_dim, config.num_blocks)
+        y = RowDense(config.embedding_dim, kernel_init=down_init, name="down", **common)(y)
+        return y, MLSTMUpState(conv_state, cell)
+
+
+class BlockDiagonalDense(SplitModule):
+    """Dense layer whose kernel is block-diagonal: each group of features is mixed by itself.
+
+    Attributes:
+        block_size: The number of features in a group.
+        config: The config of the model.
+    """
+
+    block_size: int
+    config: XLSTMConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Transform this device's features."""
+        config, axis_name, dtype = self.config, self.config.parallel.model_axis_name, jnp.dtype(self.config.dtype)
+        num_blocks = x.shape[-1] * axis_size(axis_name) // self.block_size
+        shape = (num_blocks, self.block_size, self.block_size)
+        init = small_init(config.embedding_dim)
+        kernel = self.split_param("kernel", init, shape, jnp.dtype(config.param_dtype), 0, axis_name)
+        groups = x.astype(dtype).reshape(*x.shape[:-1], -1, self.block_size)
+        return jnp.einsum("...ni,nio->...no", groups, kernel.astype(dtype)).reshape(x.shape)
+
+
+class _GateOfAll(SplitModule):
+    """Pre-activations of a gate for this device's heads, from the queries, keys and values of all heads."""
+
+    gate: str
+    config: XLSTMConfig
+
+    @nn.compact
+    def __call__(self, qkv: Float[Array, "b s 3 c"]) -> Float[Array, "b s h"]:
+        config, axis_name, dtype = self.config, self.config.parallel.model_axis_name, jnp.dtype(self.config.gate_dtype)
+        param_dtype = jnp.dtype(config.param_dtype)
+        shape = (3, config.inner_dim, config.num_heads)
+        kernel = self.split_param("kernel", nn.initializers.zeros, shape, param_dtype, 1, axis_name)
+        bias_init = {
+            "igate": nn.initializers.normal(0.1),
+            "fgate": lambda _key, shape, dtype: jnp.asarray(np.linspace(3.0, 6.0, *shape), dtype),
+        }[self.gate]
+        bias = self.param("bias", bias_init, (config.num_heads,), param_dtype)
+        gates = jnp.einsum("...gc,gch->...h", qkv.astype(dtype), kernel.astype(dtype))
+        if axis_size(axis_name) > 1:
+            gates = lax.psum(gates, axis_name)
+        return split_array_over_mesh(gates + bias.astype(dtype), axis_name, split_axis=-1)
+
+
+def init_mlstm_up_state(config: XLSTMConfig, batch_size: int) -> MLSTMUpState:
+    """Return the state of an `mlstm_up` block before the first token."""
+    size = axis_size(config.parallel.model_axis_name)
+    head_dim = config.inner_dim // config.num_heads
+    conv = jnp.zeros((batch_size, config.conv_kernel_size - 1, config.inner_dim // size), config.dtype)
+    return MLSTMUpState(conv, empty_state(batch_size, config.num_heads // size, head_dim, head_dim))

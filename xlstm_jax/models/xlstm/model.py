@@ -1,0 +1,102 @@
+"""The xLSTM language model: tokens and a state to logits and a state."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.models.shared.embedding import Embedding
+from xlstm_jax.models.shared.init import small_init
+from xlstm_jax.models.shared.lm_head import LMHead
+from xlstm_jax.models.shared.stack import BlockStack, Context, check_state, init_states
+from xlstm_jax.models.shared.utils import prepare_module
+from xlstm_jax.models.xlstm.block import create_block, create_norm, init_block_state
+from xlstm_jax.models.xlstm.config import XLSTMConfig
+
+
+class XLSTM(nn.Module):
+    """An xLSTM language model.
+
+    `model.apply(variables, tokens)` gives logits. With `state` and `return_state=True` it goes on from a state and
+    returns the next one too; with `targets` it gives losses instead of logits.
+
+    Attributes:
+        config: The shape of the model.
+    """
+
+    config: XLSTMConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,
+        pos_idx: jax.Array | None = None,
+        document_borders: jax.Array | None = None,
+        train: bool = False,
+        *,
+        state: PyTree | None = None,
+        return_state: bool = False,
+        targets: jax.Array | None = None,
+    ) -> Any:
+        """Run sequences of tokens through the model.
+
+        Args:
+            tokens: The tokens, `[batch, length]`.
+            pos_idx: The position of each token in its document; recurrent blocks do not need it.
+            document_borders: Where a document begins: recurrent states start anew there.
+            train: Whether dropout is on.
+            state: The state before the first token; empty by default.
+            return_state: Whether to return the state after the last token too.
+            targets: The target of each position.
+
+        Returns:
+            The logits `[batch, length, vocab]` in float32. With `targets`, for each position the loss of its target and
+            whether it has the largest logit, without ever holding all logits. With `return_state` a pair of these and
+            the state.
+        """
+        config = self.config
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(f"tokens has shape {tokens.shape}, but must be [batch, length] with at least one token.")
+        empty = self.init_state(tokens.shape[0])
+        states = empty if state is None else check_state(state, empty)
+        embedding = prepare_module(Embedding, "Embed", config.parallel)(
+            config.vocab_size,
+            config.embedding_dim,
+            small_init(config.embedding_dim),
+            jnp.dtype(config.param_dtype),
+            name="token_embedding",
+        )()
+        x = embedding[tokens].astype(config.dtype)
+        if config.embedding_dropout:
+            x = nn.Dropout(config.dropout_rate, deterministic=not train)(x)
+        stack = BlockStack(
+            config.kinds,
+            functools.partial(create_block, config=config),
+            config.parallel,
+            config.scan_blocks,
+            config.remat,
+            name="block_stack",
+        )
+        x, states = stack(x, states, Context(document_borders, pos_idx, train))
+        head = prepare_module(LMHead, "LMHead", config.parallel)(
+            config.vocab_size,
+            config.parallel.model_axis_name,
+            functools.partial(create_norm, config, config.norm),
+            small_init(config.embedding_dim),
+            config.logits_soft_cap,
+            jnp.dtype(config.head_dtype),
+            jnp.dtype(config.param_dtype),
+            config.loss_chunk_size,
+            name="lm_head",
+        )
+        result = head(x, targets, embedding if config.tie_weights else None)
+        return (result, states) if return_state else result
+
+    def init_state(self, batch_size: int) -> PyTree:
+        """Return the state before the first token; inside a mesh, that of this device's rows and heads."""
+        config = self.config
+        init = functools.partial(init_block_state, config=config, batch_size=batch_size)
+        return init_states(config.kinds, config.scan_blocks, init)
