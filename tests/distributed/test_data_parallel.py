@@ -78,6 +78,20 @@ def test_parameters_are_plain_arrays_where_the_axis_has_one_device():
     assert isinstance(shard_params(jnp.zeros((4, 16)), "fsdp", 0), jax.Array)
 
 
+def test_the_gathered_axis_may_be_counted_from_the_end():
+    x = jnp.arange(8.0).reshape(2, 4)
+    gradient = jax.grad(lambda x: jnp.sum(gather_array_with_mean_grads(x, -1, "fsdp") ** 2))
+    assert_close(on_mesh(gradient, MESH, P(None, "fsdp"), P(None, "fsdp"))(x), 2 * x)
+
+
+def test_a_parameter_is_not_split_twice_over_joined_axes(caplog):
+    def shard_twice(x):
+        return shard_params(shard_params(x, "fsdp", 0), ("dp", "fsdp"), 0)
+
+    assert run_sharded(shard_twice, MESH, jnp.zeros((16, 8))).names == ("fsdp", None)
+    assert "already" in caplog.text
+
+
 @pytest.mark.parametrize("scatter_dtype", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("gather_dtype", [None, "bfloat16"])
 def test_gathering_and_its_gradient_use_the_precision_asked_for(gather_dtype, scatter_dtype):
@@ -133,6 +147,7 @@ def test_gradients_are_averaged_over_the_axes_a_leaf_is_not_split_over():
         }
         return sync_gradients(tree, ("dp", "fsdp", "pp", "tp"))
 
+    assert_close(on_mesh(lambda x: sync_gradients(x, "dp"), MESH, P("dp"), P("dp"))(jnp.arange(2.0)), jnp.full(2, 0.5))
     x = jnp.arange(8.0)
     synced = run_sharded(sync, mesh, x, in_specs=P(("dp", "fsdp", "tp")))
     cube = np.arange(8.0).reshape(2, 2, 2)

@@ -70,6 +70,12 @@ def test_a_precision_that_no_collective_has_is_refused(field):
     assert getattr(ParallelConfig(**{field: "bfloat16"}), field) == "bfloat16"
 
 
+@pytest.mark.parametrize("field", ["remat", "fsdp_modules"])
+def test_one_name_instead_of_a_list_is_refused(field):
+    with pytest.raises(ValueError, match=f"{field} is 'Block', but must be a list"):
+        ParallelConfig(**{field: "Block"})
+
+
 def test_module_names_may_be_given_as_tuples():
     assert ParallelConfig(remat=("Block",), fsdp_modules=("Embed",)).remat == ("Block",)
 

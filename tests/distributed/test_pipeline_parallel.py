@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes import BATCH, make_mesh, run_sharded
+from meshes import BATCH, make_mesh, on_mesh, run_sharded
 from tolerances import assert_close
 
 from xlstm_jax.distributed import ModelParallelismWrapper, PipelineModule, sync_gradients
@@ -78,6 +78,25 @@ def test_a_pipeline_computes_the_outputs_and_gradients_of_the_whole_stack(num_mi
     output, gradients = run_sharded(step, MESH, params, x, y, in_specs=(specs, BATCH, BATCH))
     assert_close(output.value, expected_output)
     assert_close(jax.tree.map(np.asarray, gradients), expected_gradients)
+
+
+def test_each_stage_and_microbatch_draws_its_own_dropout():
+    class Drop(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dropout(0.5, deterministic=False)(jnp.ones_like(x))
+
+    module = PipelineModule("pp", 4, Drop)
+    x = jnp.zeros((8, 256))
+    run = on_mesh(lambda key, x: lax.psum(module.apply({}, x, rngs={"dropout": key}), "pp"), make_mesh(pp=4))
+    correlation = np.corrcoef(np.asarray(run(jax.random.key(0), x))) - np.eye(8)
+    assert np.abs(correlation).max() < 0.3
+
+
+def test_a_stage_that_changes_the_dtype_is_refused():
+    stage = functools.partial(nn.Dense, FEATURES, dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"float32 .* returned bfloat16"):
+        PipelineModule("pp", 1, stage).init(jax.random.key(0), data()[0])
 
 
 def test_only_the_last_stage_has_the_output():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax.core import freeze
 from jax.sharding import PartitionSpec as P
 from meshes import BATCH, make_mesh, run_sharded
 from tolerances import assert_close
@@ -73,8 +74,8 @@ def test_metrics_are_summed_names_pass_and_variables_are_stacked(accumulate, num
     assert metrics["loss"]["count"] == ROWS * 2
     assert metrics["rows"] == ROWS
     assert metrics["is_finite"] == num_minibatches
-    for name in ("loss", "largest"):
-        assert_close(metrics[name]["value"], sum(part[0][name]["value"] for part in parts))
+    assert_close(metrics["loss"]["value"], sum(part[0]["loss"]["value"] for part in parts))
+    assert_close(metrics["largest"]["value"], max(part[0]["largest"]["value"] for part in parts))
     assert_close(metrics["noise"], sum(part[0]["noise"] for part in parts))
     assert_close(mutable_variables, jax.tree.map(lambda *xs: jnp.stack(xs), *[part[1] for part in parts]))
 
@@ -82,6 +83,26 @@ def test_metrics_are_summed_names_pass_and_variables_are_stacked(accumulate, num
 def split(batch, num_minibatches):
     size = ROWS // num_minibatches
     return [batch[index * size : (index + 1) * size] for index in range(num_minibatches)]
+
+
+@pytest.mark.parametrize("as_frozen", [False, True])
+@pytest.mark.parametrize("accumulate", VARIANTS)
+@pytest.mark.parametrize("num_minibatches", [1, 2, 8])
+def test_maxima_and_small_types_do_not_depend_on_the_number_of_minibatches(accumulate, num_minibatches, as_frozen):
+    def loss_fn(params, apply_fn, batch, rng):
+        values = -jnp.abs(batch.inputs[:, 0])
+        metrics = {
+            "max": {"value": jnp.max(values) * 2, "count": 2, "log_modes": ["max"]},
+            "flag": {"value": jnp.all(values < 0), "count": 1, "log_modes": ["mean"]},
+            "byte": {"value": jnp.uint8(200), "count": 1, "log_modes": ["mean"]},
+        }
+        return jnp.sum(params["bias"]), (freeze(metrics) if as_frozen else metrics, None)
+
+    _, metrics, _ = accumulate(state(), batch(), jax.random.key(0), num_minibatches, loss_fn)
+    assert metrics["max"]["value"] == jnp.max(-jnp.abs(batch().inputs[:, 0]))
+    assert metrics["max"]["count"] == 1
+    assert metrics["flag"]["value"] == metrics["flag"]["count"] == num_minibatches
+    assert metrics["byte"]["value"] == 200 * num_minibatches
 
 
 @pytest.mark.parametrize("use_scan", [False, True])

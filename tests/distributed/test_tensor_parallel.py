@@ -111,6 +111,22 @@ def test_the_initialiser_sees_the_whole_kernel_and_is_scaled():
     assert scale_init(nn.initializers.ones, 3.0)(jax.random.key(0), (2,)).tolist() == [3.0, 3.0]
 
 
+def test_a_kernel_with_several_output_axes_is_drawn_as_a_matrix():
+    layer = TPDense(functools.partial(nn.DenseGeneral, features=(2, 6)), "tp", tp_mode="none")
+    kernel = layer.init(jax.random.key(0), jnp.ones((1, 512)))["params"]["module"]["kernel"]
+    np.testing.assert_allclose(np.std(kernel), 512**-0.5, rtol=0.05)
+
+
+def test_the_bias_is_initialised_as_the_layer_says():
+    layer = TPDense(lambda **kwargs: nn.Dense(3, bias_init=nn.initializers.ones, **kwargs), "tp", tp_mode="gather")
+    assert init(layer)["module"]["bias"].value.tolist() == [1.0] * 12
+
+
+def test_a_layer_without_a_kernel_is_refused():
+    with pytest.raises(ValueError, match="kernel and a bias, not with scale"):
+        TPDense(lambda **_: nn.RMSNorm(parent=None), "tp").init(jax.random.key(0), X)
+
+
 def test_features_that_do_not_divide_over_the_devices_are_refused():
     with pytest.raises(ValueError, match="12 output features cannot be split over 8 devices"):
         init(Layer("gather"), mesh=make_mesh(tp=8))

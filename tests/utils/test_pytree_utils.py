@@ -267,3 +267,18 @@ def test_an_invalid_pattern_is_an_error_that_shows_it():
 def test_a_single_string_is_not_taken_for_a_list_of_patterns():
     with pytest.raises(ValueError, match=re.escape("write ['bias']")):
         get_param_mask_fn("bias")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"step": 100_000}, {"step": 100_001}),
+        ({"step": jnp.int32(100_000)}, {"step": jnp.int32(100_001)}),
+        ({"eps": 1e-8}, {"eps": 5e-9}),
+        (jax.random.key(4_000_000_000), jax.random.key(4_000_000_001)),
+    ],
+)
+def test_only_the_rounding_of_arrays_is_forgiven(one, other):
+    assert pytree_utils.pytree_diff(one, other) is not None
+    assert pytree_utils.pytree_diff(one, one) is None
+    assert pytree_utils.pytree_diff(jnp.ones(2), jnp.ones(2) * (1 + 1e-7)) is None

@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import Parameter, PyTree
 from xlstm_jax.distributed.array_utils import axis_size, slice_computed_whole
 from xlstm_jax.utils.partitioned import (
+    AxisName,
+    axes_of,
     is_partitioned,
     partition_axes,
     partition_names,
@@ -24,7 +26,7 @@ from xlstm_jax.utils.partitioned import (
 LOGGER = logging.getLogger(__name__)
 
 
-def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -> PyTree:
+def shard_params(params: PyTree, axis_name: AxisName, min_weight_size: int = 2**18) -> PyTree:
     """Split parameters over a mesh axis, each along its largest dimension that divides evenly and is still whole.
 
     Args:
@@ -39,7 +41,7 @@ def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -
 
     def shard(x: Parameter) -> Parameter:
         value, names = unboxed(x), partition_names(x)
-        if axis_name in partition_axes(x):
+        if set(axes_of(axis_name)) & set(partition_axes(x)):
             LOGGER.warning("A parameter of shape %s is split over %s already.", value.shape, axis_name)
             return x
         if size == 1 or value.size <= min_weight_size:
@@ -82,7 +84,7 @@ def gather_array_with_mean_grads(
     """
     gather_dtype = jnp.dtype(gather_dtype or x.dtype)
     scatter_dtype = jnp.dtype(grad_scatter_dtype or x.dtype)
-    size = axis_size(axis_name)
+    size, axis = axis_size(axis_name), axis % x.ndim
 
     @jax.custom_vjp
     def gather(x):
@@ -167,7 +169,7 @@ def shard_module_params(
     return wrapped
 
 
-def sync_gradients(grads: PyTree, axis_names: Sequence[str]) -> PyTree:
+def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
     """Average gradients over the mesh axes that their parameters are replicated on.
 
     Args:
@@ -180,7 +182,7 @@ def sync_gradients(grads: PyTree, axis_names: Sequence[str]) -> PyTree:
 
     def sync(x: Parameter) -> Parameter:
         own_axes = partition_axes(x)
-        axes = tuple(axis for axis in axis_names if axis not in own_axes)
+        axes = tuple(axis for axis in axes_of(axis_names) if axis not in own_axes)
         return reboxed(x, lax.pmean(unboxed(x), axes)) if axes else x
 
     return jax.tree.map(sync, grads, is_leaf=is_partitioned)

@@ -47,6 +47,9 @@ class ParallelConfig:
             value = getattr(self, field)
             if value is not None and value not in COLLECTIVE_DTYPES:
                 raise ConfigError(f"{field} is {value!r}, but must be None or one of {', '.join(COLLECTIVE_DTYPES)}.")
+        for field in ("remat", "fsdp_modules"):
+            if isinstance(getattr(self, field), str):
+                raise ConfigError(f"{field} is {getattr(self, field)!r}, but must be a list of names.")
 
     @property
     def axis_sizes(self) -> dict[str, int]:

@@ -1,13 +1,15 @@
 """Pipeline parallelism: a stack of layers in stages, one stage on each device of a mesh axis."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core.scope import LazyRng
 from jax import lax
 
-from xlstm_jax.distributed.array_utils import axis_index, axis_size
+from xlstm_jax.distributed.array_utils import axis_index, axis_size, fold_rng_over_axis
 
 
 def execute_pipeline_step(
@@ -33,6 +35,10 @@ def execute_pipeline_step(
     """
     num_stages, stage = axis_size(model_axis_name), axis_index(model_axis_name)
     output = module(jnp.where(stage == 0, input, state), *args, **kwargs)
+    if output.dtype != input.dtype:
+        raise ValueError(
+            f"A pipeline stage must keep the dtype {input.dtype} of its input, but returned {output.dtype}."
+        )
     if output.shape != input.shape:
         raise ValueError(
             f"A pipeline stage must keep the shape of its input {input.shape}, but returned {output.shape}."
@@ -74,16 +80,25 @@ def execute_pipeline(
     inputs = jnp.concatenate([microbatches, jnp.repeat(microbatches[:1], num_idle, axis=0)])
 
     def step(module, state, microbatch):
+        _fold_rngs_over_stages(module, model_axis_name)
         return execute_pipeline_step(module, state, microbatch, *args, model_axis_name=model_axis_name, **kwargs)
 
     steps = nn.scan(
         step,
         variable_broadcast="params",
         variable_axes={"intermediates": 0},
-        split_rngs={"params": False, "dropout": True},
+        split_rngs={"params": False, nn.DenyList("params"): True},
     )
     _, outputs = steps(module, inputs[0], inputs)
     return outputs[num_idle:].reshape(x.shape)
+
+
+def _fold_rngs_over_stages(module: nn.Module, axis_name: str) -> None:
+    """Give each stage keys of its own, or a stage would draw what the stage before drew for another microbatch."""
+    rngs: Any = module.scope and module.scope.rngs
+    for name in rngs:
+        if name != "params":
+            rngs[name] = LazyRng.create(fold_rng_over_axis(rngs[name].as_jax_rng(), axis_name))
 
 
 class PipelineModule(nn.Module):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.distributed.array_utils import axis_size
 
 
@@ -76,7 +77,7 @@ def async_scatter(xs: Sequence[PyTree], axis_name: str, shift_up: bool = True) -
     """
     size = axis_size(axis_name)
     if len(xs) != size:
-        raise ValueError(
+        raise ConfigError(
             f"async_scatter needs one array for each of the {size} devices of {axis_name!r}, not {len(xs)}."
         )
     total = xs[0]

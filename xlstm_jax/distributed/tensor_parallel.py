@@ -6,6 +6,7 @@ and with one device, or no mesh at all, each layer is the plain dense layer.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -51,6 +52,13 @@ __all__ = [
 ]
 
 TPMode = Literal["scatter", "gather", "none"]
+
+SPLIT_AXES: dict[str, dict[str, int | None]] = {
+    "gather": {"kernel": 1, "bias": 0},
+    "scatter": {"kernel": 0, "bias": None},
+    "none": {"kernel": None, "bias": None},
+}
+"""The dimension of each parameter that a mode splits."""
 
 
 class ModelParallelismWrapper(nn.Module):
@@ -256,20 +264,19 @@ def _split_dense(
         This device's parameters, and a function from a kernel and inputs to outputs without bias.
     """
     axis_name = module.model_axis_name
-    split_axes = {
-        "gather": {"kernel": 1, "bias": 0},
-        "scatter": {"kernel": 0, "bias": None},
-        "none": {"kernel": None, "bias": None},
-    }[module.tp_mode]
+    if module.tp_mode not in SPLIT_AXES:
+        raise ValueError(f"tp_mode is {module.tp_mode!r}, but must be {', '.join(SPLIT_AXES)}.")
+    split_axes = SPLIT_AXES[module.tp_mode]
 
     def init(key: jax.Array) -> dict[str, Any]:
-        arguments = getattr(module.dense_fn, "keywords", {})
-        inits = {
-            "kernel": scale_init(module.kernel_init, module.kernel_init_adjustment),
-            "bias": arguments.get("bias_init", nn.initializers.zeros),
-        }
         layer = module.dense_fn(use_bias=module.use_bias, parent=None)
         shapes = jax.eval_shape(layer.init, key, jnp.zeros((1, num_inputs)))["params"]
+        if not shapes.keys() <= {"kernel", "bias"}:
+            raise ValueError(f"dense_fn must create a layer with a kernel and a bias, not with {', '.join(shapes)}.")
+        inits = {
+            "kernel": _init_as_matrix(scale_init(module.kernel_init, module.kernel_init_adjustment)),
+            "bias": getattr(layer, "bias_init", nn.initializers.zeros),
+        }
         return {
             name: _init_split(
                 inits[name],
@@ -288,6 +295,11 @@ def _split_dense(
     )
     layer = module.dense_fn(use_bias=False, parent=None)
     return dict(own), lambda kernel, x: layer.apply({"params": {"kernel": kernel}}, x)
+
+
+def _init_as_matrix(init_fn: Callable) -> Callable:
+    """Draw a kernel with several output axes as the matrix that it is, as flax does."""
+    return lambda key, shape, dtype: init_fn(key, (shape[0], math.prod(shape[1:])), dtype).reshape(shape)
 
 
 def _init_split(

@@ -4,7 +4,7 @@ A sharded parameter is a `flax.linen.Partitioned(value, names)`, a replicated on
 either kind without opening the box through `Partitioned.unbox`, which fails inside `jax.shard_map`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -48,8 +48,8 @@ def partition_names(x: Any) -> tuple[AxisName | None, ...]:
     return names + (None,) * (ndim - len(names))
 
 
-def axes_of(name: AxisName | None) -> tuple[str, ...]:
-    """Return the mesh axes in one entry of `partition_names`."""
+def axes_of(name: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Return the mesh axes in one entry of `partition_names`, or in any other list of names."""
     if name is None:
         return ()
     return (name,) if isinstance(name, str) else tuple(name)

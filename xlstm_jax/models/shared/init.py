@@ -9,6 +9,9 @@ from jax.nn.initializers import Initializer
 InitDistribution = Literal["normal", "truncated_normal", "uniform"]
 InitFnName = Literal["small", "wang", "wang2", "zeros"]
 
+TRUNCATED_STDDEV = 0.87962566103423978
+"""Standard deviation of a standard normal distribution that is cut off at two deviations."""
+
 
 def small_init(dim: int, distribution: InitDistribution = "normal") -> Initializer:
     """Return an initialiser with standard deviation `sqrt(2 / (5 dim))`."""
@@ -48,7 +51,7 @@ def _with_stddev(stddev: float, distribution: InitDistribution) -> Initializer:
         case "normal":
             return nn.initializers.normal(stddev)
         case "truncated_normal":
-            return nn.initializers.truncated_normal(stddev)
+            return nn.initializers.truncated_normal(stddev / TRUNCATED_STDDEV)
         case "uniform":
             return uniform_init(-float(np.sqrt(3)) * stddev, float(np.sqrt(3)) * stddev)
         case _:
