@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import BATCH, make_mesh, on_mesh, run_sharded, specs_of, unboxed_tree
 
@@ -38,9 +39,8 @@ def init(model, key):
 
 def shaken(params):
     """Add noise to every parameter: what starts at zero or one must matter too."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(9), len(leaves))
-    return tree.unflatten([x + 0.1 * jax.random.normal(k, x.shape, x.dtype) for x, k in zip(leaves, keys, strict=True)])
+    generator = np.random.default_rng(9)
+    return jax.tree.map(lambda x: jnp.asarray(x + 0.1 * generator.normal(size=x.shape), x.dtype), params)
 
 
 def mean_loss(model, params, inputs, targets):
@@ -77,7 +77,9 @@ def train_on(model, mesh_name, whole_params, num_steps=5, learning_rate=0.5):
         return params, gradients, lax.pmean(loss, axes)
 
     run = on_mesh(step, mesh, (like, BATCH, BATCH), (like, like, P()))
-    return _steps(run, params, tokens(model.config.vocab_size), num_steps)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (like, BATCH), is_leaf=lambda x: isinstance(x, P))
+    batch = jax.device_put(tokens(model.config.vocab_size), shardings[1])
+    return _steps(run, jax.device_put(params, shardings[0]), batch, num_steps)
 
 
 def train_without_mesh(model, params, num_steps=5, learning_rate=0.5):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from models.runs import MODEL_MESHES, PARALLEL, init, parameters_on, shaken, train_on, train_without_mesh, with_config
 
+from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.shared.layout import from_canonical, to_canonical
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 
@@ -27,6 +28,9 @@ MODELS = {
             chunk_size=8,
             parallel=PARALLEL,
         )
+    ),
+    "llama": LlamaTransformer(
+        LlamaConfig(vocab_size=64, embedding_dim=32, num_blocks=2, head_dim=8, ffn_multiple_of=16, parallel=PARALLEL)
     ),
 }
 on_meshes = pytest.mark.parametrize("mesh_name", MODEL_MESHES)
@@ -80,7 +84,8 @@ def test_unrolled_blocks_have_the_parameters_of_scanned_ones(name):
         jax.jit(functools.partial(init, with_config(model, scan_blocks=scan)))(jax.random.key(3))
         for scan in (True, False)
     )
-    canonical = to_canonical(scanned, model.config.kinds, scan=True)
+    kinds = getattr(model.config, "kinds", ("transformer",) * model.config.num_blocks)
+    canonical = to_canonical(scanned, kinds, scan=True)
     jax.tree.map(np.testing.assert_array_equal, canonical, unrolled)
-    back = from_canonical(canonical, model.config.kinds, scan=True)
+    back = from_canonical(canonical, kinds, scan=True)
     jax.tree.map(np.testing.assert_array_equal, back, scanned)

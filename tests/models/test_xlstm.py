@@ -100,15 +100,15 @@ def test_unrolled_blocks_compute_what_scanned_ones_do(kind):
     assert_close(unrolled.apply({"params": params}, TOKENS), apply(variables, TOKENS))
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
-def test_computing_activations_again_changes_no_gradient(remat):
+@pytest.mark.parametrize("changes", [{"remat": "dots"}, {"parallel": ParallelConfig(remat=["Block", "LMHead"])}])
+def test_computing_activations_again_changes_no_gradient(changes):
     model, variables, _ = ready("mixed")
 
     def gradient(model):
         loss = lambda v: jnp.mean(model.apply(v, TOKENS, targets=TARGETS)[0])  # noqa: E731
         return jax.jit(jax.grad(loss))(variables)
 
-    assert_close(gradient(with_config(model, remat=remat)), gradient(model))
+    assert_close(gradient(with_config(model, **changes)), gradient(model))
 
 
 def test_the_loss_never_holds_all_logits():
@@ -205,6 +205,8 @@ def test_the_config_survives_the_metadata_of_a_checkpoint():
         ({"dtype": "int32"}, "dtype is 'int32'"),
         ({"dropout_rate": 1.0}, "dropout_rate is 1.0"),
         ({"remat": "some"}, "remat is 'some'"),
+        ({"parallel": ParallelConfig(fsdp_modules=["Blok"])}, "fsdp_modules names 'Blok'"),
+        ({"parallel": ParallelConfig(tp_async_dense=True)}, "no ring to hide"),
         ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
         ({"block_kinds": "mlstm_up", "qkv_block_size": 5}, "no multiple of qkv_block_size 5"),
     ],

@@ -26,4 +26,5 @@ class Embedding(nn.Module):
     @nn.compact
     def __call__(self) -> jax.Array:
         """Return the table, `[vocab_size, features]`."""
-        return self.param("embedding", self.init_fn, (self.vocab_size, self.features), self.param_dtype)
+        table = self.param("embedding", self.init_fn, (self.vocab_size, self.features), self.param_dtype)
+        return jnp.asarray(table)  # a table of NumPy cannot be indexed with traced tokens

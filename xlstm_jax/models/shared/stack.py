@@ -49,7 +49,8 @@ class BlockStack(nn.Module):
     Attributes:
         kinds: The kind of each block.
         block_fn: Creates a block of a kind.
-        parallel: Says whether the parameters of blocks are split over the FSDP axis (`"Block"` in `fsdp_modules`).
+        parallel: Says whether the parameters of blocks are split over the FSDP axis (`"Block"` in `fsdp_modules`), and
+            whether blocks are computed again in full (`"Block"` in `remat`).
         scan: Whether to scan over repetitions.
         remat: What to compute again in the backward pass.
     """
@@ -143,9 +144,10 @@ class BlockStack(nn.Module):
             (x, state), sown = result if mutable else (result, {})
             return x, state, sown.get("intermediates", {})
 
-        if self.remat == "none":
+        remat = "full" if self.remat == "none" and "Block" in parallel.remat else self.remat
+        if remat == "none":
             return run
-        policy = REMAT_POLICIES[self.remat]
+        policy = REMAT_POLICIES[remat]
 
         def rematerialised(params, x, state, context, index, dropout_key):
             arrays = (params, x, state, context.document_borders, context.positions, index, dropout_key)
@@ -173,17 +175,6 @@ def init_states(kinds: Sequence[str], scan: bool, init_state: Callable[[str], Py
     num_repetitions = len(kinds) // len(pattern)
     stack = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (num_repetitions, *x.shape)))
     return tuple(stack(init_state(kind)) for kind in pattern)
-
-
-def check_state(state: PyTree, empty: PyTree) -> PyTree:
-    """Return a state, or say why it cannot be one of this model and batch; `empty` is one that can."""
-    shapes, needed = (jax.tree.map(jnp.shape, tree) for tree in (state, empty))
-    if jax.tree.structure(state) != jax.tree.structure(empty) or shapes != needed:
-        raise ValueError(
-            f"The state is not one of this model with this batch: it has the shapes {shapes}, but needs {needed}. Take "
-            "it from `return_state=True` of the same model, or from `init_state`."
-        )
-    return state
 
 
 def is_scanned(kinds: Sequence[str], scan: bool) -> bool:

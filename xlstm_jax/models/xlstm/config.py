@@ -2,16 +2,14 @@
 
 import dataclasses
 import re
-import typing
 from collections.abc import Sequence
 from typing import Any, Literal
-
-import jax.numpy as jnp
 
 from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.kernels.mlstm.api import Backend as MLSTMBackend
 from xlstm_jax.kernels.slstm.api import Backend as SLSTMBackend
+from xlstm_jax.models.shared.checks import check_dtypes, check_literals, check_parallel
 from xlstm_jax.models.shared.feedforward import round_up
 from xlstm_jax.models.shared.stack import RematPolicy
 
@@ -92,12 +90,9 @@ class XLSTMConfig(ConfigDict):
         for name in ("vocab_size", "embedding_dim", "num_heads", "num_blocks", "chunk_size", "loss_chunk_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
-        for field in dataclasses.fields(self):
-            options = typing.get_args(field.type)
-            if typing.get_origin(field.type) is Literal and getattr(self, field.name) not in options:
-                raise ConfigError(f"{field.name} is {getattr(self, field.name)!r}, but must be {', '.join(options)}.")
-        for name in ("dtype", "param_dtype", "gate_dtype", "head_dtype"):
-            _check_dtype(name, getattr(self, name))
+        check_literals(self)
+        check_dtypes(self, ("dtype", "param_dtype", "gate_dtype", "head_dtype"))
+        check_parallel(self.parallel)
         for name, size in self._sizes_split_by_heads().items():
             if size % self.num_heads:
                 raise ConfigError(
@@ -163,15 +158,6 @@ class XLSTMConfig(ConfigDict):
     def ffn_hidden_dim(self) -> int:
         """The width of the feed-forward layer of `mlstm` blocks."""
         return self.ffn_dim or round_up(self.embedding_dim * self.ffn_proj_factor, self.ffn_round_up)
-
-
-def _check_dtype(name: str, value: str) -> None:
-    try:
-        is_float = jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        is_float = False
-    if not is_float:
-        raise ConfigError(f"{name} is {value!r}, but must name a floating-point type such as float32 or bfloat16.")
 
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.models.shared.checks import check_state
 from xlstm_jax.models.shared.embedding import Embedding
 from xlstm_jax.models.shared.init import small_init
 from xlstm_jax.models.shared.lm_head import LMHead
-from xlstm_jax.models.shared.stack import BlockStack, Context, check_state, init_states
+from xlstm_jax.models.shared.stack import BlockStack, Context, init_states
 from xlstm_jax.models.shared.utils import prepare_module
 from xlstm_jax.models.xlstm.block import create_block, create_norm, init_block_state
 from xlstm_jax.models.xlstm.config import XLSTMConfig
@@ -60,8 +61,8 @@ class XLSTM(nn.Module):
         config = self.config
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens has shape {tokens.shape}, but must be [batch, length] with at least one token.")
-        empty = self.init_state(tokens.shape[0])
-        states = empty if state is None else check_state(state, empty)
+        states = self.init_state(tokens.shape[0])
+        states = states if state is None else check_state(state, states)
         embedding = prepare_module(Embedding, "Embed", config.parallel)(
             config.vocab_size,
             config.embedding_dim,

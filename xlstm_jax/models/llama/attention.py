@@ -1,0 +1,239 @@
+"""Attention with rotary positions and grouped queries, and the cache of keys and values that is its state."""
+
+import functools
+import logging
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from xlstm_jax.configs import ConfigError
+
+LOGGER = logging.getLogger(__name__)
+
+AttentionBackend = Literal["auto", "xla", "cudnn", "pallas_triton"]
+"""Names that configs may hold; `pallas_triton` only to be refused with advice, for configs in use have it."""
+BACKENDS = ("auto", "xla", "cudnn")
+HALF_PRECISION = (jnp.bfloat16, jnp.float16)
+
+
+class KVCache(NamedTuple):
+    """The keys and values of the tokens so far, in the order they came; a row may hold more tokens than another."""
+
+    keys: Float[Array, "b n h d"]
+    """Keys, already turned to their positions; slots from `length` on are empty."""
+    values: Float[Array, "b n h d"]
+    length: Int[Array, " b"]
+    """The number of tokens held."""
+    next_position: Int[Array, " b"]
+    """The position of the next token, if nobody says otherwise."""
+    document_start: Int[Array, " b"]
+    """The slot where the document of the last token begins."""
+
+
+def empty_cache(batch_size: int, max_length: int, num_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
+    """Return the cache before the first token."""
+    shape = (batch_size, max_length, num_heads, head_dim)
+    zeros = functools.partial(jnp.zeros, (batch_size,), jnp.int32)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), zeros(), zeros(), zeros())
+
+
+def precompute_freqs(
+    feat_dim: int,
+    pos_idx: Int[Array, "*b s"] | None = None,
+    max_length: int | None = None,
+    theta: float = 10000.0,
+    dtype: DTypeLike = jnp.float32,
+) -> tuple[Float[Array, "*b s d"], Float[Array, "*b s d"]]:
+    """Compute by how much rotary positions turn each pair of features: pair `i` by `position / theta^(2i / feat_dim)`.
+
+    Args:
+        feat_dim: The number of features, twice that of pairs.
+        pos_idx: The positions.
+        max_length: Take the positions from 0 up to this, if there is no `pos_idx`.
+        theta: The base.
+        dtype: Precision of the results; the angles are computed in float32 at least.
+
+    Returns:
+        The sines and cosines of all angles.
+    """
+    if pos_idx is None:
+        if max_length is None:
+            raise ValueError("Rotary positions need pos_idx, or max_length to count up to.")
+        pos_idx = jnp.arange(max_length)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    frequencies = theta ** -(jnp.arange(0, feat_dim, 2, dtype=wide) / feat_dim)
+    angles = pos_idx[..., None].astype(wide) * frequencies
+    return jnp.sin(angles).astype(dtype), jnp.cos(angles).astype(dtype)
+
+
+def apply_rotary_emb(
+    xq: Float[Array, "b s hq d"],
+    xk: Float[Array, "b s hk d"],
+    freqs_sin: Float[Array, "*b s p"] | None = None,
+    freqs_cos: Float[Array, "*b s p"] | None = None,
+    theta: float = 10000.0,
+) -> tuple[Float[Array, "b s hq d"], Float[Array, "b s hk d"]]:
+    """Turn queries and keys to their positions. Features 0 and 1 are the first pair, 2 and 3 the second.
+
+    Args:
+        xq: Queries.
+        xk: Keys.
+        freqs_sin: Sines of `precompute_freqs`.
+        freqs_cos: Cosines of `precompute_freqs`. Without the two, positions count from 0 along the sequence.
+        theta: The base, if positions are counted here.
+
+    Returns:
+        The turned queries and keys.
+    """
+    if freqs_sin is None or freqs_cos is None:
+        freqs_sin, freqs_cos = precompute_freqs(xq.shape[-1], max_length=xq.shape[1], theta=theta)
+    sin, cos = freqs_sin[..., None, :], freqs_cos[..., None, :]
+
+    def turn(x: jax.Array) -> jax.Array:
+        first, second = x[..., 0::2], x[..., 1::2]
+        pairs = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
+        return pairs.reshape(x.shape).astype(x.dtype)
+
+    return turn(xq), turn(xk)
+
+
+def segment_mask(segment_ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
+    """Tell for each pair of positions whether they are in the same segment; the second axis is for heads."""
+    return (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+
+
+def multihead_attention(
+    q: Float[Array, "b s hq d"],
+    k: Float[Array, "b s hk d"],
+    v: Float[Array, "b s hk d"],
+    segment_ids: Int[Array, "b s"] | None = None,
+    causal: bool = True,
+    qk_scale: float | None = None,
+    backend: AttentionBackend = "xla",
+) -> Float[Array, "b s hq d"]:
+    """Attend from each position of a sequence to the others.
+
+    Args:
+        q: Queries.
+        k: Keys. A head of keys and values serves a group of neighbouring heads of queries, if there are fewer of them.
+        v: Values.
+        segment_ids: Positions see only their own segment.
+        causal: Positions see only themselves and those before.
+        qk_scale: Multiplies the products of queries and keys; `1/sqrt(d)` by default.
+        backend: `xla`, which runs on every device, `cudnn`, on NVIDIA GPUs and with bfloat16 or float16, or `auto`, the
+            faster one that can run.
+
+    Returns:
+        The mean of values that each head of queries sees.
+    """
+    length, backend = q.shape[1], resolve_backend(backend, q.dtype, q.shape[-1])
+    if backend == "cudnn" and length % 2:
+        # Its gradients need an even length. The position that is added is in a segment of its own.
+        if segment_ids is None and not causal:
+            segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
+        if segment_ids is not None:
+            segment_ids = jnp.pad(segment_ids, ((0, 0), (0, 1)), constant_values=-1)
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+    mask = None if segment_ids is None else segment_mask(segment_ids)
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, scale=qk_scale, implementation=backend)
+    return out[:, :length]
+
+
+def cached_attention(
+    q: Float[Array, "b s hq d"],
+    cache: KVCache,
+    starts: Int[Array, "b s"] | None = None,
+    backend: AttentionBackend = "xla",
+) -> Float[Array, "b s hq d"]:
+    """Attend from the last tokens of a cache to themselves and to those before them.
+
+    Args:
+        q: The queries of the last tokens.
+        cache: The cache; the keys and values of the same tokens are in it.
+        starts: The first slot that each token sees; the first of all by default.
+        backend: As for `multihead_attention`.
+
+    Returns:
+        The mean of values that each head of queries sees.
+    """
+    key_slots = jnp.arange(cache.keys.shape[1])
+    slots = cache.length[:, None] - q.shape[1] + jnp.arange(q.shape[1])
+    mask = key_slots <= slots[..., None]
+    if starts is not None:
+        mask = mask & (key_slots >= starts[..., None])
+    backend = resolve_backend(backend, q.dtype, q.shape[-1])
+    return jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=mask[:, None], implementation=backend)
+
+
+def append(
+    cache: KVCache,
+    k: Float[Array, "b s h d"],
+    v: Float[Array, "b s h d"],
+    positions: Int[Array, "b s"],
+    starts: Int[Array, "b s"] | None = None,
+) -> KVCache:
+    """Write tokens behind those of a cache; what does not fit is dropped.
+
+    Args:
+        cache: The cache.
+        k: The keys of the tokens.
+        v: Their values.
+        positions: Their positions.
+        starts: The slots where their documents begin.
+
+    Returns:
+        The cache with the tokens in it.
+    """
+    at = jnp.arange(k.shape[0])[:, None], cache.length[:, None] + jnp.arange(k.shape[1])
+    return KVCache(
+        keys=cache.keys.at[at].set(k, mode="drop", unique_indices=True, indices_are_sorted=True),
+        values=cache.values.at[at].set(v, mode="drop", unique_indices=True, indices_are_sorted=True),
+        length=cache.length + k.shape[1],
+        next_position=positions[:, -1].astype(jnp.int32) + 1,
+        document_start=cache.document_start if starts is None else starts[:, -1],
+    )
+
+
+def check_backend(backend: str, dtype: jnp.dtype, head_dim: int) -> None:
+    """Refuse a backend that does not exist, or cannot treat heads of a precision and size on any device."""
+    if backend == "pallas_triton":
+        raise ConfigError(
+            "The attention backend 'pallas_triton' is gone, for JAX has deprecated it: use 'cudnn' on NVIDIA GPUs, or "
+            "'xla', which runs everywhere."
+        )
+    if backend not in BACKENDS:
+        raise ConfigError(f"There is no attention backend {backend!r}, only {', '.join(BACKENDS)}.")
+    if backend == "cudnn" and dtype not in HALF_PRECISION:
+        raise ConfigError(
+            f"The attention backend 'cudnn' needs bfloat16 or float16, not {dtype}: change it, or use 'xla'."
+        )
+    if backend == "cudnn" and head_dim % 8:
+        raise ConfigError(f"The attention backend 'cudnn' needs a head_dim that is a multiple of 8, not {head_dim}.")
+
+
+def resolve_backend(backend: AttentionBackend, dtype: jnp.dtype, head_dim: int) -> Literal["xla", "cudnn"]:
+    """Return the backend that computes heads of a precision and size on this device, and say what `auto` picks."""
+    check_backend(backend, dtype, head_dim)
+    has_gpu = jax.default_backend() == "gpu"
+    if backend == "cudnn" and not has_gpu:
+        raise ValueError(
+            f"The attention backend 'cudnn' needs a GPU, but JAX runs on {jax.default_backend()}: use 'xla'."
+        )
+    if backend != "auto":
+        return "cudnn" if backend == "cudnn" else "xla"
+    if has_gpu and dtype in HALF_PRECISION and head_dim % 8 == 0 and head_dim <= 128:
+        _say_once("Attention: cuDNN, for this is a GPU and heads are in half precision.")
+        return "cudnn"
+    given = f"{jax.default_backend()}, {dtype} and {head_dim}"
+    _say_once(
+        f"Attention: XLA, for cuDNN needs a GPU, half precision and heads of 8, 16, ... 128 features, not {given}."
+    )
+    return "xla"
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    LOGGER.info(message)

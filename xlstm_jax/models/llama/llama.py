@@ -1,0 +1,140 @@
+"""The Llama language model: tokens and a state to logits and a state."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.core import Tracer
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.models.llama.block import TransformerBlock, init_cache
+from xlstm_jax.models.llama.config import LlamaConfig
+from xlstm_jax.models.shared.checks import check_state
+from xlstm_jax.models.shared.embedding import Embedding
+from xlstm_jax.models.shared.init import small_init
+from xlstm_jax.models.shared.lm_head import LMHead
+from xlstm_jax.models.shared.norms import RMSNorm
+from xlstm_jax.models.shared.stack import BlockStack, Context, init_states
+from xlstm_jax.models.shared.utils import prepare_module
+
+__all__ = ["LlamaConfig", "LlamaTransformer"]
+
+
+class LlamaTransformer(nn.Module):
+    """A Llama language model.
+
+    `model.apply(variables, idx)` gives logits. With `state` and `return_state=True` it goes on from a state and returns
+    the next one too; with `targets` it gives losses instead of logits.
+
+    Attributes:
+        config: The shape of the model.
+    """
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        idx: jax.Array,
+        pos_idx: jax.Array | None = None,
+        document_borders: jax.Array | None = None,
+        train: bool = False,
+        *,
+        state: PyTree | None = None,
+        return_state: bool = False,
+        targets: jax.Array | None = None,
+    ) -> Any:
+        """Run sequences of tokens through the model.
+
+        Args:
+            idx: The tokens, `[batch, length]`.
+            pos_idx: The position of each token. By default they are counted on from the state, through documents.
+            document_borders: Where a document begins, for `mask_across_document_boundaries`.
+            train: Whether dropout is on.
+            state: The state before the first token; empty by default.
+            return_state: Whether to return the state after the last token too.
+            targets: The target of each position.
+
+        Returns:
+            The logits `[batch, length, vocab]` in float32. With `targets`, for each position the loss of its target and
+            whether it has the largest logit, without ever holding all logits. With `return_state` a pair of these and
+            the state.
+        """
+        config = self.config
+        self._check(idx, pos_idx, document_borders, state, return_state, targets)
+        embedding = prepare_module(Embedding, "Embed", config.parallel)(
+            config.vocab_size,
+            config.embedding_dim,
+            small_init(config.embedding_dim),
+            jnp.dtype(config.param_dtype),
+            name="token_embedding",
+        )()
+        x = embedding[idx].astype(config.dtype)
+        if config.add_embedding_dropout:
+            x = nn.Dropout(config.dropout_rate, deterministic=not train)(x)
+        stack = BlockStack(
+            self._kinds,
+            lambda _: TransformerBlock(config, return_state, parent=None),
+            config.parallel,
+            config.scan_blocks,
+            config.remat,
+            name="block_stack",
+        )
+        states = init_states(self._kinds, config.scan_blocks, lambda _: None) if state is None else state
+        x, states = stack(x, states, Context(document_borders, pos_idx, train))
+        if state is not None:
+            slots = _length(state)[:, None] + jnp.arange(idx.shape[1])
+            x = jnp.where((slots < config.max_state_length)[..., None], x, jnp.nan)
+        head = prepare_module(LMHead, "LMHead", config.parallel)(
+            config.vocab_size,
+            config.parallel.model_axis_name,
+            functools.partial(RMSNorm, config.norm_eps, jnp.dtype(config.param_dtype)),
+            small_init(config.embedding_dim),
+            config.logits_soft_cap,
+            jnp.dtype(config.head_dtype),
+            jnp.dtype(config.param_dtype),
+            config.loss_chunk_size,
+            name="lm_head",
+        )
+        result = head(x, targets, embedding if config.tie_weights else None)
+        return (result, states) if return_state else result
+
+    def init_state(self, batch_size: int) -> PyTree:
+        """Return the state before the first token; inside a mesh, that of this device's rows and heads."""
+        return init_states(self._kinds, self.config.scan_blocks, lambda _: init_cache(self.config, batch_size))
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return ("transformer",) * self.config.num_blocks
+
+    def _check(self, idx, pos_idx, document_borders, state, return_state, targets) -> None:
+        """Refuse what cannot be right."""
+        if idx.ndim != 2 or 0 in idx.shape:
+            raise ValueError(f"idx has shape {idx.shape}, but must be [batch, length] with at least one token.")
+        for name, x in (("pos_idx", pos_idx), ("document_borders", document_borders), ("targets", targets)):
+            if x is not None and x.shape != idx.shape:
+                raise ValueError(f"{name} has shape {x.shape}, but idx has shape {idx.shape}: they must be the same.")
+        if state is None and not return_state:
+            return
+        if not self.config.causal:
+            raise ValueError("A model with causal=False has no state: its first tokens depend on those to come.")
+        if state is not None:
+            check_state(state, jax.eval_shape(lambda: self.init_state(idx.shape[0])))
+        self._check_room(idx.shape[1], 0 if state is None else _length(state))
+
+    def _check_room(self, num_new: int, length: jax.Array | int) -> None:
+        """Refuse more tokens than the state can hold, as far as can be seen: lengths are unknown inside `jit`."""
+        num_held = 0 if isinstance(length, Tracer) else int(np.max(length))
+        if num_held + num_new > self.config.max_state_length:
+            raise ValueError(
+                f"The state holds {num_held} tokens and {num_new} more do not fit into max_state_length "
+                f"{self.config.max_state_length}: raise it, or pass fewer tokens."
+            )
+
+
+def _length(state: PyTree) -> jax.Array:
+    """Return the number of tokens that each row holds: the same in all blocks."""
+    return state[0].length.reshape(-1, state[0].length.shape[-1])[0]

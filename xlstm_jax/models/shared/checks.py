@@ -1,0 +1,57 @@
+"""Checks that the configs and the calls of all models share."""
+
+import dataclasses
+import functools
+import typing
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.distributed.mesh_utils import ParallelConfig
+
+MODULE_NAMES = ("Embed", "Block", "LMHead")
+"""The parts of a model that `fsdp_modules` and `remat` of a `ParallelConfig` can name."""
+
+
+def check_dtypes(config: Any, names: tuple[str, ...]) -> None:
+    """Raise if a field does not name a floating-point type."""
+    for name in names:
+        try:
+            is_float = jnp.issubdtype(jnp.dtype(getattr(config, name)), jnp.floating)
+        except TypeError:
+            is_float = False
+        if not is_float:
+            value = getattr(config, name)
+            raise ConfigError(f"{name} is {value!r}, but must name a floating-point type such as float32 or bfloat16.")
+
+
+def check_literals(config: Any) -> None:
+    """Raise if a field with a list of choices has none of them."""
+    for field in dataclasses.fields(config):
+        options, value = typing.get_args(field.type), getattr(config, field.name)
+        if typing.get_origin(field.type) is Literal and value not in options:
+            raise ConfigError(f"{field.name} is {value!r}, but must be {', '.join(options)}.")
+
+
+def check_parallel(parallel: ParallelConfig) -> None:
+    """Raise if a setting would be ignored."""
+    for field in ("fsdp_modules", "remat"):
+        unknown = [name for name in getattr(parallel, field) if name not in MODULE_NAMES]
+        if unknown:
+            raise ConfigError(f"{field} names {unknown[0]!r}, but the parts of a model are {', '.join(MODULE_NAMES)}.")
+    if parallel.tp_async_dense:
+        raise ConfigError("tp_async_dense is for layers made by `tp_dense`; those of the models have no ring to hide.")
+
+
+def check_state(state: PyTree, expected: PyTree) -> PyTree:
+    """Return a state, or raise if it is that of another model or of another number of rows."""
+    describe = functools.partial(jax.tree.map, lambda x: f"{x.dtype}{list(x.shape)}")
+    if jax.tree.structure(state) != jax.tree.structure(expected) or describe(state) != describe(expected):
+        raise ValueError(
+            f"The state is not one of this model for this number of rows. It is {describe(state)}, but must be "
+            f"{describe(expected)}, as init_state makes it."
+        )
+    return state
