@@ -30,20 +30,23 @@ def slstm(
         state: The memory before the first position; empty by default.
         return_state: Whether to return the memory after the last position too.
         resets: Where a document begins: the memory is emptied before that position.
-        mask: Which positions count. The others leave the memory as it is, and their outputs are zero.
+        mask: Which positions count. The others may hold anything: they leave the memory as it is, and give zeros.
         backend: The form of the computation; `auto` is `recompute`.
 
     Returns:
         The hidden states, and the last state if asked for.
     """
-    _check(gates, recurrent, state)
+    _check(gates, recurrent, state, resets, mask)
     dtype = jnp.promote_types(gates.dtype, jnp.float32)
     b, _, _, h, d = gates.shape
     first = empty_state(b, h, d, dtype) if state is None else SLSTMState(*(x.astype(dtype) for x in state))
     run = {"reference": reference.slstm_reference, "recompute": slstm_recompute, "auto": slstm_recompute}.get(backend)
     if run is None:
         raise ValueError(f"There is no sLSTM backend {backend!r}, only auto, reference and recompute.")
-    result: Any = run(gates.astype(dtype), recurrent, first, resets, mask)
+    inputs = gates.astype(dtype)
+    if mask is not None:
+        inputs = jnp.where(mask[..., None, None, None], inputs, 0.0)
+    result: Any = run(inputs, recurrent, first, resets, mask)
     hidden, last = result
     if mask is not None:
         hidden = jnp.where(mask[..., None, None], hidden, 0.0)
@@ -59,13 +62,17 @@ def slstm_step(
     return state.hidden.astype(gates.dtype), state
 
 
-def _check(gates, recurrent, state):
+def _check(gates, recurrent, state, resets, mask):
+    if gates.ndim != 5 or gates.shape[2] != 4:
+        raise ValueError(f"gates has shape {gates.shape}, but must be [batch, positions, 4 gates, heads, head_dim].")
     b, s, _, h, d = gates.shape
     if s == 0:
         raise ValueError("The sequence has no positions; pass at least one.")
-    expected = {"gates": (gates.shape, (b, s, 4, h, d)), "recurrent": (recurrent.shape, (h, d, 4, d))}
+    expected = {"recurrent": (recurrent.shape, (h, d, 4, d))}
     if state is not None:
-        expected |= {f"state.{name}": (getattr(state, name).shape, (b, h, d)) for name in state._fields}
+        expected |= {f"state.{name}": (x.shape, (b, h, d)) for name, x in state._asdict().items()}
+    rows = {"resets": resets, "mask": mask}
+    expected |= {name: (x.shape, (b, s)) for name, x in rows.items() if x is not None}
     for name, (shape, needed) in expected.items():
         if shape != needed:
             raise ValueError(f"{name} has shape {shape}, but gates of shape {gates.shape} need {needed}.")

@@ -35,10 +35,12 @@ def _forward(gates, recurrent, state, resets, mask):
 
 
 class _Position(NamedTuple):
-    """What the reverse scan needs of one position."""
+    """What the reverse scan needs of one position: its pre-activations and the memory as it found it."""
 
     raw: jax.Array
-    before: SLSTMState
+    cell: jax.Array
+    normalizer: jax.Array
+    stabilizer: jax.Array
     begins: jax.Array | None
     counts: jax.Array | None
 
@@ -53,14 +55,15 @@ def _backward(residuals, cotangents):
     if resets is not None:
         hidden_before = jnp.where(resets[..., None, None], 0.0, hidden_before)
     raw = preactivations(gates, hidden_before, recurrent)
-    befores = _cells_again(raw, hidden_before, state, resets, mask)
+    cell, normalizer, stabilizer = _memories_again(raw, state, resets, mask)
+    positions = _Position(raw, cell, normalizer, stabilizer, resets, mask)
 
     def body(dstate, position):
-        (dhidden, position) = position
+        dhidden, position = position
         draw, dstate = _step_gradient(position, dstate._replace(hidden=dstate.hidden + dhidden), recurrent)
         return dstate, draw
 
-    first, draws = lax.scan(body, dlast, (dhidden, _Position(raw, befores, resets, mask)), reverse=True)
+    first, draws = lax.scan(body, dlast, (dhidden, positions), reverse=True)
     drecurrent = jnp.einsum(
         "sbhd,sbghe->hdge",
         hidden_before.astype(recurrent.dtype),
@@ -71,32 +74,28 @@ def _backward(residuals, cotangents):
     return dgates, drecurrent.astype(recurrent.dtype), first, None, None
 
 
-def _cells_again(raw, hidden_before, state: SLSTMState, resets, mask) -> SLSTMState:
-    """Compute the state before each position, as the position sees it, from the pre-activations."""
+def _memories_again(raw, state: SLSTMState, resets, mask):
+    """Compute cell, normaliser and stabiliser as each position finds them, from the pre-activations."""
 
-    def body(state, position):
-        raw, hidden, begins, counts = position
-        before = state if begins is None else select(begins, jax.tree.map(jnp.zeros_like, state), state)
-        input_gate, forget_gate, cell_input, _, stabilizer = activate(raw, before.stabilizer, before.normalizer == 0)
-        after = SLSTMState(
-            hidden,
-            forget_gate * before.cell + input_gate * cell_input,
-            forget_gate * before.normalizer + input_gate,
-            stabilizer,
-        )
-        return (after if counts is None else select(counts, after, before)), before._replace(hidden=hidden)
+    def body(before, position):
+        raw, begins, counts = position
+        if begins is not None:
+            before = select(begins, jax.tree.map(jnp.zeros_like, before), before)
+        cell, normalizer, stabilizer = before
+        input_gate, forget_gate, cell_input, _, stabilizer = activate(raw, stabilizer, normalizer == 0)
+        after = forget_gate * cell + input_gate * cell_input, forget_gate * normalizer + input_gate, stabilizer
+        return (after if counts is None else select(counts, after, before)), before
 
-    _, befores = lax.scan(body, state, (raw, hidden_before, resets, mask))
-    return befores
+    _, memories = lax.scan(body, (state.cell, state.normalizer, state.stabilizer), (raw, resets, mask))
+    return memories
 
 
 def _step_gradient(position: _Position, dafter: SLSTMState, recurrent) -> tuple[jax.Array, SLSTMState]:
     """Compute the gradients of the pre-activations and of the state before, from those of the state after."""
-    before = position.before
-    is_empty = before.normalizer == 0
-    input_gate, forget_gate, cell_input, output_gate, _ = activate(position.raw, before.stabilizer, is_empty)
-    cell = forget_gate * before.cell + input_gate * cell_input
-    normalizer = forget_gate * before.normalizer + input_gate
+    raw, cell_before, normalizer_before, stabilizer, begins, counts = position
+    input_gate, forget_gate, cell_input, output_gate, _ = activate(raw, stabilizer, normalizer_before == 0)
+    cell = forget_gate * cell_before + input_gate * cell_input
+    normalizer = forget_gate * normalizer_before + input_gate
     ratio = cell / normalizer
     dratio = dafter.hidden * output_gate
     dcell = dafter.cell + dratio / normalizer
@@ -104,21 +103,19 @@ def _step_gradient(position: _Position, dafter: SLSTMState, recurrent) -> tuple[
     draw = jnp.stack(
         [
             (dcell * cell_input + dnormalizer) * input_gate,
-            (dcell * before.cell + dnormalizer * before.normalizer)
-            * forget_gate
-            * jax.nn.sigmoid(-position.raw[..., 1, :, :]),
+            (dcell * cell_before + dnormalizer * normalizer_before) * forget_gate * jax.nn.sigmoid(-raw[..., 1, :, :]),
             dcell * input_gate * (1 - jnp.square(cell_input)),
-            dafter.hidden * ratio * output_gate * (1 - output_gate),
+            dratio * ratio * jax.nn.sigmoid(-raw[..., 3, :, :]),
         ],
         axis=-3,
     )
     dhidden = jnp.einsum("bghe,hdge->bhd", draw.astype(recurrent.dtype), recurrent, preferred_element_type=draw.dtype)
     dbefore = SLSTMState(dhidden, dcell * forget_gate, dnormalizer * forget_gate, jnp.zeros_like(dhidden))
-    if position.counts is not None:
-        draw = jnp.where(position.counts[:, None, None, None], draw, 0.0)
-        dbefore = select(position.counts, dbefore, dafter._replace(stabilizer=dbefore.stabilizer))
-    if position.begins is not None:
-        dbefore = select(position.begins, jax.tree.map(jnp.zeros_like, dbefore), dbefore)
+    if counts is not None:
+        draw = jnp.where(counts[:, None, None, None], draw, 0.0)
+        dbefore = select(counts, dbefore, dafter._replace(stabilizer=dbefore.stabilizer))
+    if begins is not None:
+        dbefore = select(begins, jax.tree.map(jnp.zeros_like, dbefore), dbefore)
     return draw, dbefore
 
 

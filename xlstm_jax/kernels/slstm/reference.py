@@ -10,6 +10,8 @@ Cell and normaliser are stored in units of `exp(stabilizer[t])`, `stabilizer[t] 
 which changes no result; an empty memory has no units yet, so its first token sets them.
 """
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,11 +35,10 @@ def activate(
 ) -> tuple[Float[Array, "... h d"], ...]:
     """Compute the stabilised input and forget gates, the cell input, the output gate and the next stabiliser."""
     raw_input, raw_forget, raw_cell, raw_output = (raw[..., gate, :, :] for gate in range(4))
-    log_forget = jax.nn.log_sigmoid(raw_forget)
-    kept = jnp.where(is_empty, -jnp.inf, lax.stop_gradient(log_forget) + stabilizer)
-    next_stabilizer = jnp.maximum(kept, lax.stop_gradient(raw_input))
-    input_gate = jnp.exp(raw_input - next_stabilizer)
-    forget_gate = jnp.where(is_empty, 0.0, jnp.exp(log_forget + stabilizer - next_stabilizer))
+    # Selected before the exponential: one that overflows in a branch not taken would turn its zero gradient into NaN.
+    log_kept = jnp.where(is_empty, -jnp.inf, jax.nn.log_sigmoid(raw_forget) + stabilizer)
+    next_stabilizer = lax.stop_gradient(jnp.maximum(log_kept, raw_input))
+    input_gate, forget_gate = jnp.exp(raw_input - next_stabilizer), jnp.exp(log_kept - next_stabilizer)
     return input_gate, forget_gate, jnp.tanh(raw_cell), jax.nn.sigmoid(raw_output), next_stabilizer
 
 
@@ -68,10 +69,14 @@ def slstm_reference(
         return state, state.hidden
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (gates, resets, mask))
+    state = state._replace(stabilizer=lax.stop_gradient(state.stabilizer))
     state, hidden = lax.scan(body, state, tokens)
     return jnp.moveaxis(hidden, 0, 1), state
 
 
-def select(rows: Bool[Array, " b"], chosen: SLSTMState, other: SLSTMState) -> SLSTMState:
+State = TypeVar("State", bound=tuple[jax.Array, ...])
+
+
+def select(rows: Bool[Array, " b"], chosen: State, other: State) -> State:
     """Take the states of some rows from `chosen`, those of the rest from `other`."""
     return jax.tree.map(lambda c, o: jnp.where(rows[:, None, None], c, o), chosen, other)
