@@ -172,7 +172,7 @@ def _chunks_first(*arrays):
 def _flow_gradient(net_read, leaving, gates: ChunkGates):
     """Sum what is read from each position on, and add what leaves the chunk."""
     if gates.document is None:
-        flow = lax.cumsum(net_read, axis=3, reverse=True) + leaving[..., None]
+        flow = lax.associative_scan(jnp.add, net_read, axis=3, reverse=True) + leaving[..., None]
     else:
         same = gates.document[:, None, :, :, None] == gates.document[:, None, :, None, :]
         later = jnp.triu(jnp.ones(same.shape[-2:], bool)) & same
