@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm import reference
 from xlstm_jax.kernels.mlstm.chunkwise import mlstm_chunkwise
 from xlstm_jax.kernels.mlstm.gates import InputGate, log_input_gate
@@ -60,7 +61,7 @@ def mlstm(
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
     b, _, h, qk_dim = q.shape
     first = empty_state(b, h, qk_dim, v.shape[-1], dtype) if state is None else _cast(state, dtype)
-    hidden, last = _form(backend, chunk_size, eps)(q, k, v, log_input, log_forget, first, resets)
+    hidden, last = _form(backend, chunk_size, eps)(q, k, v, log_input, log_forget, materialize(first), resets)
     return (hidden, last) if return_state else hidden
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm.gates import ChunkGates, chunk_gates
 from xlstm_jax.kernels.mlstm.state import MLSTMState
 
@@ -50,7 +51,7 @@ def _forward(q, k, v, log_input, log_forget, state, resets, chunk_size, eps):
 
 def _backward(chunk_size, eps, residuals, cotangents):
     q, k, v, log_input, log_forget, state, resets, hidden, denominator = residuals
-    dhidden, dlast = cotangents
+    dhidden, dlast = cotangents[0], materialize(cotangents[1])
     dtype, scale = state.memory.dtype, q.shape[-1] ** -0.5
     gates = chunk_gates(log_input, log_forget, resets, state.stabilizer, chunk_size)
     q_, k_, v_, hidden, dhidden = (_chunked(x, chunk_size) for x in (q, k, v, hidden, dhidden))
@@ -172,7 +173,7 @@ def _chunks_first(*arrays):
 def _flow_gradient(net_read, leaving, gates: ChunkGates):
     """Sum what is read from each position on, and add what leaves the chunk."""
     if gates.document is None:
-        flow = lax.associative_scan(jnp.add, net_read, axis=3, reverse=True) + leaving[..., None]
+        flow = lax.cumsum(net_read, axis=3, reverse=True) + leaving[..., None]
     else:
         same = gates.document[:, None, :, :, None] == gates.document[:, None, :, None, :]
         later = jnp.triu(jnp.ones(same.shape[-2:], bool)) & same

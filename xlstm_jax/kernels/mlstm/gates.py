@@ -88,8 +88,7 @@ def chunk_gates(
     log_input, log_forget, stabilizer = map(chunked, (log_input, log_forget, stabilizer))
     before = jnp.concatenate([initial[..., None], stabilizer[..., :-1, -1]], axis=-1)
     after = stabilizer[..., -1]
-    # Not jnp.cumsum: jitted on CPU, XLA fuses that of long chunks with what reads it into wrong numbers.
-    cumulative = lax.associative_scan(jnp.add, log_forget, axis=-1)
+    cumulative = jnp.cumsum(log_forget, axis=-1)
     total = cumulative[..., -1]
     from_state = jnp.exp(cumulative + before[..., None] - stabilizer)
     to_state = jnp.exp(total[..., None] - cumulative + log_input - after[..., None])

@@ -1,9 +1,10 @@
-"""The mLSTM of all positions at once: quadratic in the length, as attention is. It is one chunk of the whole length."""
+"""The mLSTM of all positions at once: quadratic in the length, as attention is."""
 
-import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from xlstm_jax.kernels.mlstm.chunkwise import mlstm_chunkwise
+from xlstm_jax.kernels.mlstm.gates import chunk_gates
 from xlstm_jax.kernels.mlstm.state import MLSTMState
 
 
@@ -17,6 +18,26 @@ def mlstm_parallel(
     resets: Bool[Array, "b s"] | None,
     *,
     eps: float,
-) -> tuple[jax.Array, MLSTMState]:
+) -> tuple[Float[Array, "b s h v"], MLSTMState]:
     """Compute all hidden states and the last state with one matrix of weights between all positions."""
-    return mlstm_chunkwise(q, k, v, log_input, log_forget, state, resets, q.shape[1], eps)
+    dtype = state.memory.dtype
+    gates = chunk_gates(log_input, log_forget, resets, lax.stop_gradient(state.stabilizer), chunk_size=q.shape[1])
+    decay, from_state, to_state, carry, stabilizer = (
+        x.squeeze(2) for x in (gates.decay(), gates.from_state, gates.to_state, gates.carry, gates.stabilizer)
+    )
+    q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    scores = jnp.einsum("bshk,bthk->bhst", q, k, preferred_element_type=dtype) * decay
+    old = jnp.einsum("bshk,bhkv->bhsv", q, state.memory.astype(q.dtype), preferred_element_type=dtype)
+    new = jnp.einsum("bhst,bthv->bhsv", scores.astype(v.dtype), v, preferred_element_type=dtype)
+    numerator = from_state[..., None] * old + new
+    old_sum = jnp.einsum("bshk,bhk->bhs", q.astype(dtype), state.normalizer)
+    denominator = from_state * old_sum + jnp.sum(scores, axis=-1)
+    hidden = numerator / (jnp.maximum(jnp.abs(denominator), jnp.exp(-stabilizer)) + eps)[..., None]
+    weighted = to_state[..., None] * jnp.moveaxis(k, 2, 1).astype(dtype)
+    last = MLSTMState(
+        memory=carry[..., None, None] * state.memory
+        + jnp.einsum("bhsk,bshv->bhkv", weighted.astype(v.dtype), v, preferred_element_type=dtype),
+        normalizer=carry[..., None] * state.normalizer + jnp.sum(weighted, axis=2),
+        stabilizer=stabilizer[..., -1],
+    )
+    return jnp.moveaxis(hidden, 1, 2).astype(v.dtype), last

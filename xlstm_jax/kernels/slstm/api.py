@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.slstm import reference
 from xlstm_jax.kernels.slstm.recompute import slstm_recompute
 from xlstm_jax.kernels.slstm.state import SLSTMState, empty_state
@@ -46,7 +47,7 @@ def slstm(
     inputs = gates.astype(dtype)
     if mask is not None:
         inputs = jnp.where(mask[..., None, None, None], inputs, 0.0)
-    result: Any = run(inputs, recurrent, first, resets, mask)
+    result: Any = run(inputs, recurrent, materialize(first), resets, mask)
     hidden, last = result
     if mask is not None:
         hidden = jnp.where(mask[..., None, None], hidden, 0.0)

@@ -1,0 +1,25 @@
+"""A guard against products with values that XLA does not store."""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Tree = TypeVar("Tree")
+
+
+def materialize(tree: Tree) -> Tree:
+    """Return the same arrays in a way that hides from the compiler that all elements of one may be a known constant.
+
+    On CPU, XLA hands a product and what surrounds it to YNNPACK as one fusion. Where an operand of the product is the
+    broadcast of a scalar within that fusion (the zeros of an empty memory), jaxlib 0.10 to 0.12 reads memory that
+    nobody wrote: `jit(lambda q, x: q @ broadcast_to(max(x), ...))` returns garbage that changes from run to run. An
+    optimization barrier does not prevent it, as some versions drop it before they form these fusions.
+    """
+
+    def hidden(x: jax.Array) -> jax.Array:
+        never = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == -1
+        return jnp.where(never, jnp.nan, x)
+
+    return jax.tree.map(hidden, tree)
