@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from tolerances import assert_close, assert_close_by_norm
 
+from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.mlstm import MLSTMState, empty_state, mlstm, mlstm_step
 from xlstm_jax.kernels.mlstm.arg_specs import SMALL, ArgSpec
 
@@ -225,6 +227,16 @@ def test_no_output_depends_on_a_later_token(form, key):
 def test_auto_is_a_form_that_works_everywhere(key):
     arguments = SMALL["prime length"].arguments(key)
     assert_close(mlstm(*arguments), mlstm(*arguments, backend="reference"))
+
+
+def test_auto_says_once_what_it_picks(caplog, key):
+    arguments = SMALL["prime length"].arguments(key)
+    say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="xlstm_jax.kernels.mlstm.api"):
+        for backend in ("reference", "auto", "auto"):
+            mlstm(*arguments, backend=backend)
+    (record,) = caplog.records
+    assert record.message.startswith("mLSTM: the chunkwise form")
 
 
 def test_the_law_is_the_equation(key):

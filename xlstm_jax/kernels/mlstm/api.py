@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm import reference
 from xlstm_jax.kernels.mlstm.chunkwise import mlstm_chunkwise
@@ -97,14 +98,9 @@ def _form(backend: Backend, chunk_size: int, eps: float) -> Callable[..., tuple[
     if backend == "chunkwise":
         return functools.partial(_chunkwise_of_any_length, chunk_size=chunk_size, eps=eps)
     if backend == "auto":
-        _say_once("mLSTM: the chunkwise form in plain JAX, which runs on every device.")
+        say_once(LOGGER, "mLSTM: the chunkwise form in plain JAX, which runs on every device.")
         return _form("chunkwise", chunk_size, eps)
     raise ValueError(f"There is no mLSTM backend {backend!r}, only auto, reference, parallel and chunkwise.")
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    LOGGER.info(message)
 
 
 def _chunkwise_of_any_length(q, k, v, log_input, log_forget, state, resets, *, chunk_size, eps):

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 InputGate = Literal["exp", "sigmoid"]
 
@@ -19,52 +19,27 @@ def log_input_gate(igate: Float[Array, "..."], input_gate: InputGate) -> Float[A
     return igate if input_gate == "exp" else jax.nn.log_sigmoid(igate)
 
 
-def stabilizers(
-    log_input: Float[Array, "b s h"],
-    log_forget: Float[Array, "b s h"],
-    resets: Bool[Array, "b s"] | None,
-    initial: Float[Array, "b h"],
-) -> Float[Array, "b s h"]:
-    """Compute the stabiliser of each position. It starts anew, from the zero of an empty memory, at each reset."""
-    decay, floor = log_forget, log_input
-    if resets is not None:
-        begins = resets[..., None]
-        floor = jnp.where(begins, jnp.maximum(decay, floor), floor)
-        decay = jnp.where(begins, -jnp.inf, decay)
-
-    def then(first, second):
-        return first[0] + second[0], jnp.maximum(first[1] + second[0], second[1])
-
-    total_decay, total_floor = lax.associative_scan(then, (decay, floor), axis=1)
-    return lax.stop_gradient(jnp.maximum(initial[:, None] + total_decay, total_floor))
-
-
 class ChunkGates(NamedTuple):
     """What the gates say about a sequence in `n` chunks of `l` positions.
 
-    The factor from position `s` to `t` of a chunk is `exp(row[t] + column[s])`, where `s <= t` and no document begins
-    between them.
+    The factor from position `s` to `t` of a chunk is `exp(row[t] + column[s])` where the mask holds, else zero.
     """
 
-    row: Float[Array, "b h n l"]
-    column: Float[Array, "b h n l"]
-    document: Int[Array, "b n l"] | None
-    """Number of documents that began in this chunk up to here; `None` where none ever begins."""
-    from_state: Float[Array, "b h n l"]
+    row: Float[Array, "n b h l"]
+    column: Float[Array, "n b h l"]
+    mask: Bool[Array, "#n #b 1 l l"]
+    """Where `s <= t` and no document begins between them."""
+    from_state: Float[Array, "n b h l"]
     """What is left of the memory before the chunk at each position."""
-    to_state: Float[Array, "b h n l"]
+    to_state: Float[Array, "n b h l"]
     """What is left of each position in the memory after the chunk."""
-    carry: Float[Array, "b h n"]
+    carry: Float[Array, "n b h"]
     """What is left of the memory before the chunk after it."""
-    stabilizer: Float[Array, "b h n l"]
+    stabilizer: Float[Array, "n b h l"]
 
-    def decay(self) -> Float[Array, "b h n l l"]:
+    def decay(self) -> Float[Array, "n b h l l"]:
         """Return the factors between all positions of each chunk."""
-        length = self.row.shape[-1]
-        mask = jnp.tril(jnp.ones((length, length), bool))
-        if self.document is not None:
-            mask = mask & (self.document[:, None, :, :, None] == self.document[:, None, :, None, :])
-        return jnp.exp(jnp.where(mask, self.row[..., :, None] + self.column[..., None, :], -jnp.inf))
+        return jnp.exp(jnp.where(self.mask, self.row[..., :, None] + self.column[..., None, :], -jnp.inf))
 
 
 def chunk_gates(
@@ -75,28 +50,45 @@ def chunk_gates(
     chunk_size: int,
 ) -> ChunkGates:
     """Compute all factors of a sequence whose length is a multiple of `chunk_size`."""
-    stabilizer = stabilizers(log_input, log_forget, resets, initial)
-    document = None
+    log_input, log_forget = _chunked(log_input, chunk_size), _chunked(log_forget, chunk_size)
+    mask = jnp.tril(jnp.ones((chunk_size, chunk_size), bool))[None, None, None]
+    floor, reads_state, reaches_end = log_input, None, None
     if resets is not None:
-        log_forget = jnp.where(resets[..., None], 0.0, log_forget)
-        document = jnp.cumsum(resets.reshape(resets.shape[0], -1, chunk_size), axis=-1)
+        begins = _chunked(resets[..., None], chunk_size)
+        document = jnp.cumsum(begins, axis=-1)
+        mask = mask & (document[..., :, None] == document[..., None, :])
+        reads_state, reaches_end = document == 0, document == document[..., -1:]
+        # A document starts from an empty memory, whose stabiliser is zero.
+        floor = jnp.where(begins, jnp.maximum(log_forget, log_input), log_input)
+        log_forget = jnp.where(begins, 0.0, log_forget)
 
-    def chunked(x):
-        b, s, h = x.shape
-        return jnp.moveaxis(x.reshape(b, s // chunk_size, chunk_size, h), -1, 1)
+    def only(condition: jax.Array | None, x: jax.Array, otherwise: float = 0.0) -> jax.Array:
+        return x if condition is None else jnp.where(condition, x, otherwise)
 
-    log_input, log_forget, stabilizer = map(chunked, (log_input, log_forget, stabilizer))
-    before = jnp.concatenate([initial[..., None], stabilizer[..., :-1, -1]], axis=-1)
-    after = stabilizer[..., -1]
     cumulative = jnp.cumsum(log_forget, axis=-1)
-    total = cumulative[..., -1]
-    from_state = jnp.exp(cumulative + before[..., None] - stabilizer)
-    to_state = jnp.exp(total[..., None] - cumulative + log_input - after[..., None])
-    carry = jnp.exp(total + before - after)
-    if document is not None:
-        last = document[..., -1:]
-        from_state = jnp.where((document == 0)[:, None], from_state, 0.0)
-        to_state = jnp.where((document == last)[:, None], to_state, 0.0)
-        carry = jnp.where((last[..., 0] == 0)[:, None], carry, 0.0)
+    kept = only(reads_state, cumulative, -jnp.inf)
+    before, stabilizer = _stabilizers(cumulative, floor, mask, kept, initial)
+    left = kept + before[..., None] - stabilizer
+    right = cumulative[..., -1:] - cumulative + log_input - stabilizer[..., -1:]
+    from_state, to_state = jnp.exp(left), only(reaches_end, jnp.exp(right))
     row, column = cumulative - stabilizer, log_input - cumulative
-    return ChunkGates(row, column, document, from_state, to_state, carry, stabilizer)
+    return ChunkGates(row, column, mask, from_state, to_state, from_state[..., -1], stabilizer)
+
+
+def _stabilizers(cumulative, floor, mask, kept, initial):
+    """Compute the stabilisers before each chunk and of each position."""
+    cumulative, floor, kept, initial = lax.stop_gradient((cumulative, floor, kept, initial))
+    factors = jnp.where(mask, cumulative[..., :, None] + (floor - cumulative)[..., None, :], -jnp.inf)
+    within = jnp.max(factors, axis=-1)
+
+    def body(before, chunk):
+        kept, within = chunk
+        return jnp.maximum(before + kept, within), before
+
+    _, before = lax.scan(body, initial, (kept[..., -1], within[..., -1]))
+    return before, jnp.maximum(before[..., None] + kept, within)
+
+
+def _chunked(x, chunk_size):
+    b, s, h = x.shape
+    return jnp.transpose(x.reshape(b, s // chunk_size, chunk_size, h), (1, 0, 3, 2))

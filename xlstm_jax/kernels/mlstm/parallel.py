@@ -1,7 +1,6 @@
 """The mLSTM of all positions at once: quadratic in the length, as attention is."""
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from xlstm_jax.kernels.mlstm.gates import chunk_gates
@@ -21,9 +20,9 @@ def mlstm_parallel(
 ) -> tuple[Float[Array, "b s h v"], MLSTMState]:
     """Compute all hidden states and the last state with one matrix of weights between all positions."""
     dtype = state.memory.dtype
-    gates = chunk_gates(log_input, log_forget, resets, lax.stop_gradient(state.stabilizer), chunk_size=q.shape[1])
+    gates = chunk_gates(log_input, log_forget, resets, state.stabilizer, chunk_size=q.shape[1])
     decay, from_state, to_state, carry, stabilizer = (
-        x.squeeze(2) for x in (gates.decay(), gates.from_state, gates.to_state, gates.carry, gates.stabilizer)
+        x.squeeze(0) for x in (gates.decay(), gates.from_state, gates.to_state, gates.carry, gates.stabilizer)
     )
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
     scores = jnp.einsum("bshk,bthk->bhst", q, k, preferred_element_type=dtype) * decay

@@ -1,14 +1,18 @@
 """The sLSTM for callers: initial and final state, document resets, masked positions, the best form for the device."""
 
+import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from xlstm_jax.kernels.materialize import materialize
+from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.slstm import reference
 from xlstm_jax.kernels.slstm.recompute import slstm_recompute
 from xlstm_jax.kernels.slstm.state import SLSTMState, empty_state
+
+LOGGER = logging.getLogger(__name__)
 
 Backend = Literal["auto", "reference", "recompute"]
 
@@ -32,7 +36,7 @@ def slstm(
         return_state: Whether to return the memory after the last position too.
         resets: Where a document begins: the memory is emptied before that position.
         mask: Which positions count. The others may hold anything: they leave the memory as it is, and give zeros.
-        backend: The form of the computation; `auto` is `recompute`.
+        backend: The form of the computation; `auto` picks the fastest for this device.
 
     Returns:
         The hidden states, and the last state if asked for.
@@ -41,13 +45,11 @@ def slstm(
     dtype = jnp.promote_types(gates.dtype, jnp.float32)
     b, _, _, h, d = gates.shape
     first = empty_state(b, h, d, dtype) if state is None else SLSTMState(*(x.astype(dtype) for x in state))
-    run = {"reference": reference.slstm_reference, "recompute": slstm_recompute, "auto": slstm_recompute}.get(backend)
-    if run is None:
-        raise ValueError(f"There is no sLSTM backend {backend!r}, only auto, reference and recompute.")
+    run = _form(backend)
     inputs = gates.astype(dtype)
     if mask is not None:
         inputs = jnp.where(mask[..., None, None, None], inputs, 0.0)
-    result: Any = run(inputs, recurrent, materialize(first), resets, mask)
+    result: Any = run(inputs, recurrent, first, resets, mask)
     hidden, last = result
     if mask is not None:
         hidden = jnp.where(mask[..., None, None], hidden, 0.0)
@@ -61,6 +63,17 @@ def slstm_step(
     """Run one token through an sLSTM cell: the arguments and results of `slstm` without the sequence axis."""
     state = reference.step(state, gates.astype(state.cell.dtype), recurrent)
     return state.hidden.astype(gates.dtype), state
+
+
+def _form(backend: Backend) -> Callable[..., Any]:
+    if backend == "reference":
+        return reference.slstm_reference
+    if backend == "recompute":
+        return slstm_recompute
+    if backend == "auto":
+        say_once(LOGGER, "sLSTM: the scan with a backward pass that keeps only hidden states, on every device.")
+        return slstm_recompute
+    raise ValueError(f"There is no sLSTM backend {backend!r}, only auto, reference and recompute.")
 
 
 def _check(gates, recurrent, state, resets, mask):
