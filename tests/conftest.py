@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"])
 # Devices wait for each other in threads; with few of them, jaxlib 0.10 lets all threads wait at once.
 os.environ["PJRT_NPROC"] = "64"

@@ -65,7 +65,9 @@ def chunk_gates(
     def only(condition: jax.Array | None, x: jax.Array, otherwise: float = 0.0) -> jax.Array:
         return x if condition is None else jnp.where(condition, x, otherwise)
 
-    cumulative = jnp.cumsum(log_forget, axis=-1)
+    # A product instead of jnp.cumsum: of that, XLA on CPU repeats the last step for every pair of positions.
+    earlier = jnp.tril(jnp.ones((chunk_size, chunk_size), log_forget.dtype))
+    cumulative = jnp.einsum("nbhm,lm->nbhl", log_forget, earlier, precision="highest")
     kept = only(reads_state, cumulative, -jnp.inf)
     before, stabilizer = _stabilizers(cumulative, floor, mask, kept, initial)
     left = kept + before[..., None] - stabilizer
