@@ -5,21 +5,24 @@
 #   make lint     formatting, lint, types, layers
 #   make docs     the documentation site, into site/
 #   make bench    the benchmarks
+#   make parity   compare with the public implementations, in .venv-parity
 #   make clean    remove whatever the above made
 #
 # Another interpreter or environment: make PYTHON=python3.12 VENV=.venv-3.12 test
+# Another index with torch for CPUs, or none where pip knows one: make TORCH_INDEX= parity
 
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?=
 WORKERS ?= logical
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --editable
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test-env demo test lint docs bench clean
+.PHONY: help install test-env parity-env demo test lint docs bench parity clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -27,6 +30,8 @@ help:
 install: $(VENV)/.installed
 
 test-env: $(VENV)/.installed-test
+
+parity-env: $(VENV)/.installed-parity
 
 demo: install
 	@$(BIN)/python examples/toolbox.py
@@ -44,19 +49,31 @@ docs: $(VENV)/.installed-docs
 bench: install
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
+parity:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-parity TESTS="$(or $(TESTS),tests/parity)" parity-env test
+
 clean:
-	@rm -rf $(VENV) site dist build .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(VENV)-parity site dist build .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than pyproject.toml once its packages are installed; then pip is not asked again.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "Installing xlstm_jax into $(VENV)"
-	@$(PIP) .
+	@$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.installed-test $(VENV)/.installed-docs: $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+# Of two builds of one version, pip takes that of the index for CPUs. Once it is there, the extra is content with it.
+$(VENV)/.torch: | $(BIN)/python
+	@echo "Installing torch for CPUs into $(VENV)"
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$(grep -o 'torch==[0-9.]*' pyproject.toml)
+	@touch $@
+
+$(VENV)/.installed-parity: | $(VENV)/.torch
+
+INSTALLED := $(addprefix $(VENV)/.installed-,test docs parity)
+$(INSTALLED): $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	@echo "Installing xlstm_jax and its extra '$*' into $(VENV)"
-	@$(PIP) '.[$*]'
+	@$(PIP) --editable '.[$*]'
 	@touch $(VENV)/.installed $@
 
 $(BIN)/python:

@@ -4,10 +4,10 @@
     python benchmarks/cpu.py [--rounds 15]
 
 Times the gradients of all inputs (forward and backward) at the shapes `CPU` of `kernels/mlstm/arg_specs.py`. The forms
-take turns in one run, as machines are shared: what is given is the median over the rounds of the ratio to our time in
-the same round, with its quartiles. Every form gets its own layout. Memory is what XLA reserves for temporaries.
-The errors are relative to the recurrence in float64, the largest over the inputs: some forms leave out gradients, as
-docs/explanation/mlstm-gradients.md says.
+take turns in one run, as machines are shared, and each timed call follows another of the same form, as in training.
+What is given is the median over the rounds of the ratio to our time in the same round, with its quartiles. Every form
+gets its own layout. Memory is what XLA reserves for temporaries. The errors are relative to the recurrence in float64,
+the largest over the inputs: some forms leave out gradients, as docs/explanation/mlstm-gradients.md says.
 """
 
 import argparse
@@ -98,6 +98,7 @@ def measure(name: str, spec: ArgSpec, peers: dict[str, Callable], rounds: int) -
     seconds = {form: [] for form in runs}
     for _ in range(rounds):
         for form, (run, _) in runs.items():
+            jax.block_until_ready(run())
             start = time.perf_counter()
             jax.block_until_ready(run())
             seconds[form].append(time.perf_counter() - start)

@@ -13,6 +13,7 @@ import pytest
 from models.runs import shaken, tokens, with_config
 from tolerances import assert_close
 
+from xlstm_jax.kernels.mlstm import mlstm
 from xlstm_jax.models.configs import ModelConfig, ParallelConfig
 from xlstm_jax.models.shared.layout import to_canonical
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
@@ -165,13 +166,68 @@ def test_precisions_are_kept_apart():
     assert_close(logits, exact, dtype="bfloat16")
 
 
-def test_statistics_of_every_block_are_sown_where_asked_for():
-    model, variables, _ = ready("mlstm")
+SPREADS = ("std", "abs_max")
+OF_GATES = {f"{part}_preact" for gate in ("igate", "fgate") for part in (f"max_{gate}", f"min_{gate}", f"mean_{gate}")}
+OF_MLSTM = {f"{name}_{part}" for name in "qkv" for part in (*SPREADS, "mean")} | OF_GATES | {"igate_bias", "fgate_bias"}
+OF_MLSTM |= {f"h_state{stage}_{part}" for stage in ("", "_norm", "_out") for part in SPREADS}
+STATISTICS = {
+    "mlstm": {"mlstm": OF_MLSTM | {"mean_output_gate"}},
+    "mlstm_up": {"mlstm": OF_MLSTM},
+    "slstm": {"slstm": {f"h_state{stage}_{part}" for stage in ("", "_norm") for part in SPREADS}},
+}
+
+
+def sown_by(kind):
+    """Run a model, and return what its blocks sow and their parameters."""
+    model, variables, _ = ready(kind)
     _, sown = model.apply(variables, TOKENS, mutable=["intermediates"])
-    statistics = sown["intermediates"]["block_stack"]["block"]
-    assert statistics["mlstm"]["max_igate_preact"][0].shape == (2,)
-    assert {"q_std", "k_abs_max", "v_mean", "mean_output_gate", "h_state_std"} <= statistics["mlstm"].keys()
-    assert statistics["block_output_std"][0].shape == (2,)
+    return sown["intermediates"]["block_stack"]["block"], variables["params"]["block_stack"]["block"]
+
+
+@pytest.mark.parametrize("kind", STATISTICS)
+def test_a_block_sows_these_statistics_and_no_others(kind):
+    sown, _ = sown_by(kind)
+    of_layers = {name: set(value) for name, value in sown.items() if isinstance(value, dict)}
+    assert of_layers == STATISTICS[kind]
+    assert sown.keys() - of_layers.keys() == {"block_output_std", "block_output_abs_max"}
+    assert all(x.shape == (2,) and x.dtype == jnp.float32 for x in jax.tree.leaves(sown))
+
+
+def test_statistics_are_those_of_the_arrays_they_are_named_after():
+    sown, params = (jax.device_get(tree) for tree in sown_by("mlstm"))
+    actual = {name: value[0][0] for name, value in sown["mlstm"].items()}
+    layer = jax.tree.map(lambda x: x[0], params["mlstm"])
+    x = np.asarray(ready("mlstm")[1]["params"]["token_embedding"]["embedding"])[TOKENS]
+    x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + BASE.norm_eps) * params["norm_mlstm"]["scale"][0]
+    q, k, v, ogate = (x @ layer[name]["kernel"] for name in ("q", "k", "v", "ogate"))
+    gates = {name: 15 * np.tanh((x @ layer[name]["kernel"] + layer[name]["bias"]) / 15) for name in ("igate", "fgate")}
+    heads = [y.reshape(*y.shape[:2], BASE.num_heads, -1) for y in (q, k, v)]
+    hidden = np.asarray(mlstm(*map(jnp.asarray, (*heads, *gates.values())), backend="reference"))
+    centred = hidden - hidden.mean(axis=-1, keepdims=True)
+    normed = centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + BASE.norm_eps)
+    normed = normed.reshape(v.shape) * layer["multihead_norm"]["scale"]
+    output_gate = 1 / (1 + np.exp(-ogate))
+
+    spreads = {"q": q, "k": k, "v": v, "h_state": hidden, "h_state_norm": normed, "h_state_out": output_gate * normed}
+    expected = {f"{name}_std": np.std(y) for name, y in spreads.items()}
+    expected |= {f"{name}_abs_max": np.abs(y).max() for name, y in spreads.items()}
+    expected |= {f"{name}_mean": spreads[name].mean() for name in "qkv"} | {"mean_output_gate": output_gate.mean()}
+    for name, gate in gates.items():
+        expected |= {f"{part}_{name}_preact": getattr(np, part)(gate) for part in ("max", "min", "mean")}
+        expected[f"{name}_bias"] = layer[name]["bias"].mean()
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=1e-4, err_msg=name)
+
+
+def test_statistics_cost_nothing_where_nobody_asks_for_them():
+    model, variables, _ = ready("mlstm")
+    asked, unasked = (
+        str(jax.make_jaxpr(lambda v, mutable=mutable: model.apply(v, TOKENS, mutable=mutable))(variables))
+        for mutable in (["intermediates"], [])
+    )
+    assert "reduce_min" in asked
+    assert "reduce_min" not in unasked
 
 
 def test_the_published_7b_has_its_number_of_parameters():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from xlstm_jax.configs import ConfigError
 
@@ -30,6 +31,8 @@ class Rule:
     theirs: str
     ours: tuple[str, ...]
     transform: Transform
+    repeats: str | None = None
+    """The foreign name that this one repeats: it holds nothing of its own, may be missing, and is not written."""
 
     def at(self, block: int | None) -> "Rule":
         """Fill in the number of a block."""
@@ -57,17 +60,23 @@ def rename(name: str, ours: str, transform: Transform = COPY) -> Rule:
     return Rule(name, (ours,), transform)
 
 
+def lm_head(embedding: str, is_tied: bool) -> Rule:
+    """Create the rule for the projection to the vocabulary, which repeats the embedding if weights are tied."""
+    name = "lm_head.weight"
+    return Rule(name, (), COPY, embedding) if is_tied else rename(name, "lm_head.out_dense.kernel", LINEAR)
+
+
 def to_ours(state_dict: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, Any]:
     """Turn a foreign state dict into parameters in the canonical layout.
 
     Args:
         state_dict: The foreign parameters by name.
-        rules: The rules; each foreign name must have one.
+        rules: The rules; each foreign name must have one, and arrays that repeat another one must equal it.
 
     Returns:
         Our parameters as nested dictionaries.
     """
-    missing = [rule.theirs for rule in rules if rule.theirs not in state_dict]
+    missing = [rule.theirs for rule in rules if rule.theirs not in state_dict and rule.repeats is None]
     unknown = sorted(set(state_dict) - {rule.theirs for rule in rules})
     if missing or unknown:
         raise ConfigError(
@@ -76,6 +85,9 @@ def to_ours(state_dict: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, A
         )
     params: dict[str, Any] = {}
     for rule in rules:
+        if rule.repeats is not None:
+            _check_repetition(state_dict, rule.theirs, rule.repeats)
+            continue
         for name, value in zip(rule.ours, rule.transform.to_ours(state_dict[rule.theirs]), strict=True):
             *parents, leaf = name.split(".")
             node = params
@@ -94,4 +106,10 @@ def to_theirs(params: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, Any
             node = node[part]
         return node
 
-    return {rule.theirs: rule.transform.to_theirs([find(name) for name in rule.ours]) for rule in rules}
+    own = [rule for rule in rules if rule.repeats is None]
+    return {rule.theirs: rule.transform.to_theirs([find(name) for name in rule.ours]) for rule in own}
+
+
+def _check_repetition(state_dict: Mapping[str, Any], name: str, original: str) -> None:
+    if name in state_dict and not np.array_equal(state_dict[name], state_dict[original]):
+        raise ConfigError(f"{name} differs from {original}, but weights are tied: convert with tie_weights=False.")

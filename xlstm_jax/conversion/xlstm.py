@@ -11,6 +11,7 @@ from xlstm_jax.conversion.rules import (
     TWO_LINEAR,
     Rule,
     Transform,
+    lm_head,
     rename,
 )
 from xlstm_jax.models.xlstm.config import XLSTMConfig
@@ -79,7 +80,7 @@ def huggingface_rules(config: XLSTMConfig) -> list[Rule]:
         rename("backbone.embeddings.weight", "token_embedding.embedding"),
         *(rule.at(index) for index in range(config.num_blocks) for rule in block),
         rename("backbone.out_norm.weight", "lm_head.out_norm.scale"),
-        rename("lm_head.weight", "lm_head.out_dense.kernel", LINEAR),
+        lm_head("backbone.embeddings.weight", config.tie_weights),
     ]
 
 
@@ -126,7 +127,7 @@ def paper_rules(config: XLSTMConfig) -> list[Rule]:
         rename("token_embedding.weight", "token_embedding.embedding"),
         *blocks,
         rename("xlstm_block_stack.post_blocks_norm.weight", "lm_head.out_norm.scale", PLUS_ONE),
-        rename("lm_head.weight", "lm_head.out_dense.kernel", LINEAR),
+        lm_head("token_embedding.weight", config.tie_weights),
     ]
 
 

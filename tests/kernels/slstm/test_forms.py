@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from tolerances import assert_close, assert_close_by_norm
 
+from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.slstm import SLSTMState, empty_state, slstm, slstm_step
 from xlstm_jax.kernels.slstm.arg_specs import SMALL, ArgSpec
 
@@ -344,6 +346,16 @@ def test_recomputing_keeps_nothing_but_the_inputs_and_the_hidden_states(key):
 def test_auto_is_a_form_that_works_everywhere(key):
     arguments = SMALL["several tokens"].arguments(key)
     assert_close(slstm(*arguments), slstm(*arguments, backend="reference"))
+
+
+def test_auto_says_once_what_it_picks(caplog, key):
+    arguments = SMALL["several tokens"].arguments(key)
+    say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="xlstm_jax.kernels.slstm.api"):
+        for backend in ("reference", "auto", "auto"):
+            slstm(*arguments, backend=backend)
+    (record,) = caplog.records
+    assert record.message.startswith("sLSTM: the scan")
 
 
 def test_the_law_is_the_equation(key):

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.kernels.log import say_once
 
 LOGGER = logging.getLogger(__name__)
 
@@ -225,15 +226,11 @@ def resolve_backend(backend: AttentionBackend, dtype: jnp.dtype, head_dim: int) 
     if backend != "auto":
         return "cudnn" if backend == "cudnn" else "xla"
     if has_gpu and dtype in HALF_PRECISION and head_dim % 8 == 0 and head_dim <= 128:
-        _say_once("Attention: cuDNN, for this is a GPU and heads are in half precision.")
+        say_once(LOGGER, "Attention: cuDNN, for this is a GPU and heads are in half precision.")
         return "cudnn"
     given = f"{jax.default_backend()}, {dtype} and {head_dim}"
-    _say_once(
-        f"Attention: XLA, for cuDNN needs a GPU, half precision and heads of 8, 16, ... 128 features, not {given}."
+    say_once(
+        LOGGER,
+        f"Attention: XLA, for cuDNN needs a GPU, half precision and heads of 8, 16, ... 128 features, not {given}.",
     )
     return "xla"
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    LOGGER.info(message)

@@ -20,6 +20,7 @@ from xlstm_jax.models.shared.feedforward import GatedFeedForward
 from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import RMSNorm
 from xlstm_jax.models.shared.stack import Context
+from xlstm_jax.models.shared.statistics import sow_spread
 
 
 class TransformerBlock(nn.Module):
@@ -69,7 +70,7 @@ class SelfAttentionBlock(nn.Module):
             y = cached_attention(q, state, starts, config.attention_backend)
         out = RowDense(config.embedding_dim, kernel_init=_out_init(config), name="out", **_common(config))
         y = out(y.reshape(*x.shape[:-1], -1))
-        _sow_statistics(self, "attn_out", y)
+        sow_spread(self, attn_out=y)
         return nn.Dropout(config.dropout_rate, deterministic=not context.train)(y), state
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -109,7 +110,7 @@ class FFNBlock(nn.Module):
         # Its parameters lie beside those of the norm.
         nn.share_scope(self, layer)
         y = layer(_norm(config, "pre_norm")(x))
-        _sow_statistics(self, "ffn_out", y)
+        sow_spread(self, ffn_out=y)
         return nn.Dropout(config.dropout_rate, deterministic=not train)(y)
 
 
@@ -170,8 +171,3 @@ def _common(config: LlamaConfig) -> dict:
         "dtype": jnp.dtype(config.dtype),
         "param_dtype": jnp.dtype(config.param_dtype),
     }
-
-
-def _sow_statistics(module: nn.Module, name: str, x: jax.Array) -> None:
-    module.sow("intermediates", f"{name}_std", jnp.std(x))
-    module.sow("intermediates", f"{name}_abs_max", jnp.max(jnp.abs(x)))

@@ -95,6 +95,11 @@ class LlamaConfig(ConfigDict):
             )
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each block: there is one."""
+        return ("transformer",) * self.num_blocks
+
+    @property
     def num_heads(self) -> int:
         """The number of heads of queries."""
         return self.embedding_dim // self.head_dim

@@ -76,14 +76,14 @@ class LlamaTransformer(nn.Module):
         if config.add_embedding_dropout:
             x = nn.Dropout(config.dropout_rate, deterministic=not train)(x)
         stack = BlockStack(
-            self._kinds,
+            config.kinds,
             lambda _: TransformerBlock(config, return_state, parent=None),
             config.parallel,
             config.scan_blocks,
             config.remat,
             name="block_stack",
         )
-        states = init_states(self._kinds, config.scan_blocks, lambda _: None) if state is None else state
+        states = init_states(config.kinds, config.scan_blocks, lambda _: None) if state is None else state
         x, states = stack(x, states, Context(document_borders, pos_idx, train))
         if state is not None:
             slots = _length(state)[:, None] + jnp.arange(idx.shape[1])
@@ -104,11 +104,7 @@ class LlamaTransformer(nn.Module):
 
     def init_state(self, batch_size: int) -> PyTree:
         """Return the state before the first token; inside a mesh, that of this device's rows and heads."""
-        return init_states(self._kinds, self.config.scan_blocks, lambda _: init_cache(self.config, batch_size))
-
-    @property
-    def _kinds(self) -> tuple[str, ...]:
-        return ("transformer",) * self.config.num_blocks
+        return init_states(self.config.kinds, self.config.scan_blocks, lambda _: init_cache(self.config, batch_size))
 
     def _check(self, idx, pos_idx, document_borders, state, return_state, targets) -> None:
         """Refuse what cannot be right."""

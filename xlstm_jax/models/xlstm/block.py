@@ -13,6 +13,7 @@ from xlstm_jax.models.shared.feedforward import GatedFeedForward
 from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import LayerNorm, RMSNorm
 from xlstm_jax.models.shared.stack import Context
+from xlstm_jax.models.shared.statistics import sow_spread
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.models.xlstm.mlstm import MLSTMLayer, init_mlstm_state
 from xlstm_jax.models.xlstm.mlstm_up import MLSTMUpLayer, init_mlstm_up_state
@@ -85,8 +86,7 @@ class Block(nn.Module):
                 name="ffn",
             )
             x = x + dropout(feed_forward(norm(name="norm_ffn")(x)))
-        self.sow("intermediates", "block_output_std", jnp.std(x))
-        self.sow("intermediates", "block_output_abs_max", jnp.max(jnp.abs(x)))
+        sow_spread(self, block_output=x)
         return x, state
 
 

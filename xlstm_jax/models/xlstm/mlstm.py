@@ -13,6 +13,7 @@ from xlstm_jax.kernels.mlstm import MLSTMState, empty_state, mlstm, mlstm_step
 from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import MultiHeadNorm, standardize
 from xlstm_jax.models.shared.stack import Context
+from xlstm_jax.models.shared.statistics import sow_gates, sow_mean, sow_spread
 from xlstm_jax.models.shared.utils import soft_cap_logits
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 
@@ -41,17 +42,19 @@ class MLSTMLayer(nn.Module):
         output_gate = nn.sigmoid(self._project("ogate", config.v_dim, nn.initializers.zeros)(x))
         igate, fgate = (self._gate(name, x) for name in ("igate", "fgate"))
         hidden, state = run_cell(config, q, k, v, igate, fgate, state, context)
-        self._sow_statistics(q, k, v, igate, fgate, output_gate, hidden)
         normed = MultiHeadNorm(
             config.parallel.model_axis_name, config.norm_eps, jnp.dtype(config.param_dtype), name="multihead_norm"
         )(hidden)
+        gated = output_gate * normed
+        sow_mean(self, mean_output_gate=output_gate)
+        sow_cell(self, q=q, k=k, v=v, igate=igate, fgate=fgate, hidden=hidden, normed=normed, gated=gated)
         out = RowDense(
             config.embedding_dim,
             kernel_init=wang_init(config.embedding_dim, config.num_blocks),
             name="out",
             **common_arguments(config),
         )
-        return out(output_gate * normed), state
+        return out(gated), state
 
     def _project(self, name: str, features: int, init: nn.initializers.Initializer) -> ColumnDense:
         return ColumnDense(features, kernel_init=init, name=name, **common_arguments(self.config))
@@ -72,17 +75,23 @@ class MLSTMLayer(nn.Module):
         )
         return soft_cap_logits(dense(x), config.gate_soft_cap)
 
-    def _sow_statistics(self, q, k, v, igate, fgate, output_gate, hidden) -> None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            self.sow("intermediates", f"{name}_std", jnp.std(x))
-            self.sow("intermediates", f"{name}_abs_max", jnp.max(jnp.abs(x)))
-            self.sow("intermediates", f"{name}_mean", jnp.mean(x))
-        for name, x in (("igate_preact", igate), ("fgate_preact", fgate)):
-            for statistic in ("max", "min", "mean"):
-                self.sow("intermediates", f"{statistic}_{name}", getattr(jnp, statistic)(x))
-        self.sow("intermediates", "mean_output_gate", jnp.mean(output_gate))
-        self.sow("intermediates", "h_state_std", jnp.std(hidden))
-        self.sow("intermediates", "h_state_abs_max", jnp.max(jnp.abs(hidden)))
+
+def sow_cell(
+    module: nn.Module,
+    *,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    igate: jax.Array,
+    fgate: jax.Array,
+    hidden: jax.Array,
+    normed: jax.Array,
+    gated: jax.Array,
+) -> None:
+    """Sow statistics of what goes into an mLSTM cell and of what comes out: as it is, normalised, and gated."""
+    sow_spread(module, q=q, k=k, v=v, h_state=hidden, h_state_norm=normed, h_state_out=gated)
+    sow_mean(module, q_mean=q, k_mean=k, v_mean=v)
+    sow_gates(module, igate=igate, fgate=fgate)
 
 
 def run_cell(

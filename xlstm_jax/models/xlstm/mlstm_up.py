@@ -17,7 +17,7 @@ from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import MultiHeadNorm
 from xlstm_jax.models.shared.stack import Context
 from xlstm_jax.models.xlstm.config import XLSTMConfig
-from xlstm_jax.models.xlstm.mlstm import common_arguments, run_cell
+from xlstm_jax.models.xlstm.mlstm import common_arguments, run_cell, sow_cell
 
 
 class MLSTMUpState(NamedTuple):
@@ -61,9 +61,10 @@ class MLSTMUpLayer(SplitModule):
         hidden, cell = run_cell(config, q, k, v, igate, fgate, state.cell, context)
         normed = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, name="multihead_norm")(hidden)
         skip = self.split_param("skip", nn.initializers.ones, (config.inner_dim,), param_dtype, 0, axis_name)
-        y = (normed + skip.astype(normed.dtype) * activated) * nn.silu(gate)
+        gated = (normed + skip.astype(normed.dtype) * activated) * nn.silu(gate)
         down_init = wang_init(config.embedding_dim, config.num_blocks)
-        y = RowDense(config.embedding_dim, kernel_init=down_init, name="down", **common)(y)
+        sow_cell(self, q=q, k=k, v=v, igate=igate, fgate=fgate, hidden=hidden, normed=normed, gated=gated)
+        y = RowDense(config.embedding_dim, kernel_init=down_init, name="down", **common)(gated)
         return y, MLSTMUpState(conv_state, cell)
 
 

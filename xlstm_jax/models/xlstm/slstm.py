@@ -13,6 +13,7 @@ from xlstm_jax.kernels.slstm import SLSTMState, empty_state, slstm, slstm_step
 from xlstm_jax.models.shared.conv import CausalConv
 from xlstm_jax.models.shared.norms import MultiHeadNorm
 from xlstm_jax.models.shared.stack import Context
+from xlstm_jax.models.shared.statistics import sow_spread
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.models.xlstm.mlstm_up import BlockDiagonalDense
 
@@ -67,6 +68,7 @@ class SLSTMLayer(SplitModule):
         hidden, cell = self._run_cell(gates, recurrent.astype(dtype), state.cell, context)
         hidden = nn.Dropout(config.dropout_rate, deterministic=not context.train)(hidden.astype(dtype))
         normed = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, name="multihead_norm")(hidden)
+        sow_spread(self, h_state=hidden, h_state_norm=normed)
         return gather_whole(normed, (None, None, axis_name)), SLSTMBlockState(conv_state, cell)
 
     def _run_cell(
