@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.kernels.mlstm import mlstm
+from xlstm_jax.kernels.mlstm.api import Backend
 from xlstm_jax.kernels.mlstm.arg_specs import ArgSpec
 
 INPUTS = ("q", "k", "v", "igate", "fgate")
@@ -46,7 +47,7 @@ def loss(parts: list, weights: list, sqrt: Callable, has_norm: bool, has_state: 
     return sum((part * weight).sum() for part, weight in (pairs if has_state else pairs[:1]))
 
 
-def our_gradients(dtype: str, case: tuple, *, backend: str) -> list[np.ndarray]:
+def our_gradients(dtype: str, case: tuple, *, backend: Backend) -> list[np.ndarray]:
     """Compute the gradients of our forms; inputs are float32 numbers, whatever the precision."""
     spec, has_norm, has_state = case
     with jax.enable_x64(True):

@@ -1,0 +1,95 @@
+"""Tasks with an exact answer, drawn from a seed without end: a task is one function that draws one sequence."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from xlstm_jax.dataset.batch import LLMBatch
+
+
+class Example(NamedTuple):
+    """One sequence of a task."""
+
+    inputs: Int[np.ndarray, "n"]
+    targets: Int[np.ndarray, "n"]
+    """The answer at each position, from the inputs up to and including that position."""
+    mask: Bool[np.ndarray, "n"]
+    """Which positions ask for an answer."""
+
+
+Task = Callable[[np.random.Generator, int], Example]
+"""Draws a sequence of the length that it is given; `functools.partial` settles whatever else a task can vary."""
+
+
+def draw_parity(generator: np.random.Generator, length: int) -> Example:
+    """Draw bits and ask at every position whether the number of ones so far is odd.
+
+    There are two tokens, 0 and 1, as inputs and as targets. A sequence asks for the parity of each of its beginnings:
+    the accuracy at position n is that on sequences of length n.
+    """
+    bits = generator.integers(0, 2, length)
+    return Example(bits, np.cumsum(bits) % 2, np.ones(length, bool))
+
+
+def draw_recall(
+    generator: np.random.Generator, length: int, *, num_pairs: int, num_keys: int, num_values: int
+) -> Example:
+    """Draw pairs of a key and a value, then show each key once more and ask for its value.
+
+    This is multi-query associative recall. The pairs come first and their keys differ; the queries follow in random
+    order, at random places between blanks. Token 0 is the blank, then come the keys, then the values:
+    `1 + num_keys + num_values` tokens.
+    """
+    num_places = length - 2 * num_pairs
+    if not 1 <= num_pairs <= min(num_keys, num_places):
+        raise ValueError(
+            f"num_pairs is {num_pairs}, but must be from 1 to num_keys {num_keys}, and at most a third of the length "
+            f"{length}: a pair takes two positions and its query one."
+        )
+    keys = 1 + generator.permutation(num_keys)[:num_pairs]
+    values = 1 + num_keys + generator.integers(0, num_values, num_pairs)
+    places = 2 * num_pairs + generator.permutation(num_places)[:num_pairs]
+    inputs, targets = np.zeros(length, np.int64), np.zeros(length, np.int64)
+    inputs[: 2 * num_pairs] = np.stack([keys, values], axis=1).reshape(-1)
+    inputs[places], targets[places] = keys, values
+    return Example(inputs, targets, targets > 0)
+
+
+def draw_batch(
+    task: Task, generator: np.random.Generator, batch_size: int, *, min_length: int, max_length: int
+) -> LLMBatch:
+    """Draw a batch of sequences, each a row that is padded to `max_length`.
+
+    Args:
+        task: Draws a sequence.
+        generator: Where all randomness comes from: a generator of the same seed gives the same batches.
+        batch_size: The number of rows.
+        min_length: The length of the shortest sequences.
+        max_length: The length of the longest sequences; all lengths between are equally likely.
+
+    Returns:
+        The batch. The segmentation of the targets is 1 where an answer is asked for, and 0 elsewhere.
+    """
+    if not 1 <= min_length <= max_length:
+        raise ValueError(f"min_length is {min_length}, but must be from 1 to max_length {max_length}.")
+    lengths = generator.integers(min_length, max_length, batch_size, endpoint=True)
+    inputs, targets, masks = zip(*(task(generator, int(length)) for length in lengths), strict=True)
+    positions = _pad([np.arange(length) for length in lengths], max_length)
+    return LLMBatch(
+        inputs=_pad(inputs, max_length),
+        targets=_pad(targets, max_length),
+        inputs_position=positions,
+        inputs_segmentation=_pad([np.ones(length) for length in lengths], max_length),
+        targets_position=positions.copy(),
+        targets_segmentation=_pad(masks, max_length),
+    )
+
+
+def _pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """Stack rows of different lengths, with zeros behind the shorter ones."""
+    padded = np.zeros((len(rows), length), np.int32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
