@@ -1,0 +1,1 @@
+"""Language models: their loss, and what a trainer needs beyond it."""

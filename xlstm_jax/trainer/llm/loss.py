@@ -1,0 +1,136 @@
+"""The loss of a language model: the mean over the targets of the whole batch, whatever the mesh and the padding."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from xlstm_jax.common_types import PyTree, StepMetrics
+from xlstm_jax.dataset.batch import LLMBatch
+from xlstm_jax.distributed.array_utils import axis_index, axis_size, fold_rng_over_axis
+from xlstm_jax.trainer.base.steps import INTERMEDIATES, Whole
+
+LOSS = re.compile(r"(|.*_)loss(|_mean|_single)$")
+
+
+def count_targets(batch: LLMBatch) -> jax.Array:
+    """Count the targets that are no padding."""
+    return jnp.sum(batch.targets_segmentation != 0)
+
+
+def next_token_loss(
+    params: PyTree,
+    apply_fn: Callable,
+    batch: LLMBatch,
+    rng: jax.Array,
+    *,
+    axis_names: Sequence[str],
+    train: bool,
+    mutable_variables: Mapping[str, Any] | None = None,
+    whole: Whole | None = None,
+    log_logit_stats: bool = False,
+) -> tuple[jax.Array, tuple[StepMetrics, PyTree]]:
+    """Compute the cross-entropy of the targets, inside `jax.shard_map`.
+
+    Args:
+        params: The parameters.
+        apply_fn: The `apply` of the model. A model that takes `targets` returns losses and hits, and never holds all
+            logits; any other returns the logits.
+        batch: This device's rows, the same on all devices of the pipeline and model axes.
+        rng: The key for dropout, which differs between devices with different rows.
+        axis_names: The mesh axes.
+        train: Whether dropout is on.
+        mutable_variables: Variables of the model that are no parameters.
+        whole: What the batch is a part of. Without it, the loss is the mean over this device's targets.
+        log_logit_stats: Whether to report norms, deviations and maxima of the logits, which are then held.
+
+    Returns:
+        The loss; metrics, in which each target of the whole batch counts once; and the new mutable variables.
+    """
+    mutable_variables = mutable_variables or {}
+    rng = fold_rng_over_axis(rng, tuple(axis_names[:2]))
+    give_targets = takes_targets(apply_fn) and not log_logit_stats
+    result, variables = apply_fn(
+        {"params": params, **mutable_variables},
+        batch.inputs,
+        pos_idx=batch.inputs_position,
+        document_borders=batch.get_document_borders(),
+        train=train,
+        rngs={"dropout": rng},
+        mutable=[INTERMEDIATES, *mutable_variables],
+        **({"targets": batch.targets} if give_targets else {}),
+    )
+    losses, hits = result if give_targets else _losses_and_hits(result, batch.targets)
+    is_target = batch.targets_segmentation != 0
+    total, num_hits = (jnp.sum(jnp.where(is_target, x, 0)) for x in (losses, hits))
+    num_targets = jnp.sum(is_target)
+    loss = total / jnp.maximum(num_targets, 1)
+    if whole is not None and whole.num_targets is not None:
+        loss = total * whole.num_parts / jnp.maximum(whole.num_targets, 1)
+
+    once = _counts_once(axis_names)
+    metrics: StepMetrics = {
+        "loss": {"value": once * total, "count": once * num_targets},
+        "accuracy": {"value": once * num_hits, "count": once * num_targets},
+    }
+    if train:
+        num_parts = whole.num_parts if whole is not None else axis_size(tuple(axis_names))
+        metrics |= _batch_metrics(batch, once * num_targets, once, num_parts)
+    if log_logit_stats:
+        metrics |= _logit_metrics(result)
+    return loss, (metrics, variables)
+
+
+def takes_targets(apply_fn: Callable) -> bool:
+    """Find out whether the model behind an `apply` can be called with targets."""
+    model = getattr(apply_fn, "__self__", None)
+    return model is not None and "targets" in inspect.signature(type(model).__call__).parameters
+
+
+def add_perplexities(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Add the perplexity of each loss: `dclm_loss` gets `dclm_perplexity` beside it, `loss_mean` `perplexity_mean`."""
+    names = {name: LOSS.match(name) for name in metrics}
+    return metrics | {
+        f"{found[1]}perplexity{found[2]}": _perplexity(metrics[name]) for name, found in names.items() if found
+    }
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _losses_and_hits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    return losses, jnp.argmax(logits, axis=-1) == targets
+
+
+def _counts_once(axis_names: Sequence[str]) -> jax.Array:
+    """Return 1 on one of the devices that work on the same rows, and 0 on the others."""
+    return jnp.asarray(axis_index(tuple(axis_names[2:])) == 0, jnp.int32)
+
+
+def _batch_metrics(batch: LLMBatch, num_targets: jax.Array, once: jax.Array, num_parts: int) -> dict[str, Any]:
+    num_documents = once * jnp.sum(jnp.max(batch.inputs_segmentation, axis=1))
+    share = {"count": 1 / num_parts, "log_modes": ["mean"]}
+    return {
+        "token_utilization": {"value": num_targets, "count": once * batch.targets.size, "log_modes": ["mean"]},
+        "tokens_per_batch": {"value": num_targets, **share},
+        "num_docs_per_batch": {"value": num_documents, **share},
+    }
+
+
+def _logit_metrics(logits: jax.Array) -> dict[str, Any]:
+    norms = jnp.linalg.norm(logits, axis=-1)
+    return {
+        "logits_norm": {"value": jnp.mean(norms), "count": 1, "log_modes": ["mean"]},
+        "logits_std": {"value": jnp.std(logits), "count": 1, "log_modes": ["mean"]},
+        "logits_max": {"value": jnp.max(logits), "count": 1, "log_modes": ["max"]},
+    }
