@@ -31,7 +31,8 @@ from xlstm_jax.kernels.mlstm.arg_specs import CPU, ArgSpec
 
 PEER = "mlstm_kernels"
 FORMS = {
-    "chunkwise autograd": ("chunkwise.native.fwbw", "mlstm_chunkwise__native_autograd", {"chunk_size": 64}),
+    "chunkwise autograd, 64": ("chunkwise.native.fwbw", "mlstm_chunkwise__native_autograd", {"chunk_size": 64}),
+    "chunkwise autograd, 32": ("chunkwise.native.fwbw", "mlstm_chunkwise__native_autograd", {"chunk_size": 32}),
     "parallel autograd": ("parallel.native.fwbw", "mlstm_parallel__native_autograd", {}),
     "parallel custbw": (
         "parallel.native.fwbw",

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,6 +13,7 @@ from meshes import BATCH, make_mesh, on_mesh, run_sharded, specs_of, unboxed_tre
 
 from xlstm_jax.distributed import sync_gradients
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
+from xlstm_jax.utils.partitioned import is_partitioned, reboxed
 
 MODEL_MESHES = {
     "one device": {},
@@ -56,19 +56,23 @@ def parameters_on(model, mesh_name):
     )
 
 
-def train_on(model, mesh_name, whole_params, num_steps=5, learning_rate=0.5):
-    """Take SGD steps from given whole parameters on a mesh; return the first gradients and all losses."""
-    mesh = make_mesh(**MODEL_MESHES[mesh_name])
-    axes = mesh.axis_names
+def place_on(model, mesh, whole_params):
+    """Spread whole parameters over a mesh as the model wants them; return them in their boxes, and their specs."""
     like = specs_of(lambda key: init(model, key), mesh, jax.random.key(3))
     boxes = jax.eval_shape(
         jax.shard_map(lambda key: init(model, key), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False),
         jax.random.key(3),
     )
-    is_box = lambda x: isinstance(x, nn.Partitioned)  # noqa: E731
-    params = jax.tree.map(
-        lambda box, value: box.replace(value=value) if is_box(box) else value, boxes, whole_params, is_leaf=is_box
-    )
+    params = jax.tree.map(reboxed, boxes, whole_params, is_leaf=is_partitioned)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), like, is_leaf=lambda x: isinstance(x, P))
+    return jax.device_put(params, shardings), like
+
+
+def train_on(model, mesh_name, whole_params, num_steps=5, learning_rate=0.5):
+    """Take SGD steps from given whole parameters on a mesh; return the first gradients and all losses."""
+    mesh = make_mesh(**MODEL_MESHES[mesh_name])
+    axes = mesh.axis_names
+    params, like = place_on(model, mesh, whole_params)
 
     def step(params, inputs, targets):
         loss, gradients = jax.value_and_grad(lambda p: mean_loss(model, p, inputs, targets))(params)
@@ -77,9 +81,8 @@ def train_on(model, mesh_name, whole_params, num_steps=5, learning_rate=0.5):
         return params, gradients, lax.pmean(loss, axes)
 
     run = on_mesh(step, mesh, (like, BATCH, BATCH), (like, like, P()))
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (like, BATCH), is_leaf=lambda x: isinstance(x, P))
-    batch = jax.device_put(tokens(model.config.vocab_size), shardings[1])
-    return _steps(run, jax.device_put(params, shardings[0]), batch, num_steps)
+    batch = jax.device_put(tokens(model.config.vocab_size), NamedSharding(mesh, BATCH))
+    return _steps(run, params, batch, num_steps)
 
 
 def train_without_mesh(model, params, num_steps=5, learning_rate=0.5):

@@ -51,7 +51,7 @@ def chunk_gates(
 ) -> ChunkGates:
     """Compute all factors of a sequence whose length is a multiple of `chunk_size`."""
     log_input, log_forget = _chunked(log_input, chunk_size), _chunked(log_forget, chunk_size)
-    mask = jnp.tril(jnp.ones((chunk_size, chunk_size), bool))[None, None, None]
+    mask = earlier = jnp.tril(jnp.ones((chunk_size, chunk_size), bool))[None, None, None]
     floor, reads_state, reaches_end = log_input, None, None
     if resets is not None:
         begins = _chunked(resets[..., None], chunk_size)
@@ -65,9 +65,8 @@ def chunk_gates(
     def only(condition: jax.Array | None, x: jax.Array, otherwise: float = 0.0) -> jax.Array:
         return x if condition is None else jnp.where(condition, x, otherwise)
 
-    # A product instead of jnp.cumsum: of that, XLA on CPU repeats the last step for every pair of positions.
-    earlier = jnp.tril(jnp.ones((chunk_size, chunk_size), log_forget.dtype))
-    cumulative = jnp.einsum("nbhm,lm->nbhl", log_forget, earlier, precision="highest")
+    # Not jnp.cumsum: of that, XLA on CPU repeats the last step for every pair of positions.
+    cumulative = jnp.sum(jnp.where(earlier, log_forget[..., None, :], 0.0), axis=-1)
     kept = only(reads_state, cumulative, -jnp.inf)
     before, stabilizer = _stabilizers(cumulative, floor, mask, kept, initial)
     left = kept + before[..., None] - stabilizer

@@ -1,0 +1,1 @@
+"""From a prompt to tokens: sampling, and the loop around a model."""

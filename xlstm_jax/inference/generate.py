@@ -1,0 +1,115 @@
+"""Generation: the prompt in one pass, then token after token on the device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.array_utils import axis_size
+from xlstm_jax.inference.sampling import temperature_sampling
+
+Advance = Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]]
+"""Runs tokens `[batch, length]` through a model from a state: their logits, and the state after them."""
+
+
+class _Progress(NamedTuple):
+    position: jax.Array
+    """The position that is chosen next."""
+    logits: jax.Array
+    """What it is chosen from."""
+    state: PyTree
+    """The state of the model before that position."""
+    tokens: jax.Array
+    is_valid: jax.Array
+    has_ended: jax.Array
+
+
+def generate(
+    advance: Advance,
+    state: PyTree,
+    rng: jax.Array,
+    prefix_tokens: jax.Array,
+    prefix_mask: jax.Array | None = None,
+    *,
+    max_length: int,
+    eod_token_id: int = -1,
+    token_sample_fn: Callable[[jax.Array, jax.Array], jax.Array] = temperature_sampling,
+    axis_names: Sequence[str] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """Continue sequences of tokens.
+
+    Args:
+        advance: Runs the model.
+        state: The state of the model before the first token.
+        rng: The random key. What is drawn at a position depends on the key and the position alone.
+        prefix_tokens: How the sequences begin, `[batch, length]`; the first token is always taken.
+        prefix_mask: Which of them are given; the others are generated. All are given by default.
+        max_length: The length of the sequences.
+        eod_token_id: A sequence ends after this token has been generated; one that is given does not end it. Below 0,
+            no sequence ends early.
+        token_sample_fn: Chooses tokens `[batch]` from logits `[batch, vocab]` and a key.
+        axis_names: Mesh axes over which the rows are split: devices take steps together until all have ended.
+
+    Returns:
+        The tokens `[batch, max_length]`, zeros after the end of a sequence, and which of them belong to it.
+    """
+    batch_size, prefix_length = prefix_tokens.shape
+    if not 1 <= prefix_length <= max_length:
+        raise ValueError(
+            f"The prefix has {prefix_length} tokens, but needs at least one, for the model to start from, and at most "
+            f"max_length {max_length}."
+        )
+    behind = ((0, 0), (0, max_length - prefix_length))
+    prefix = jnp.pad(prefix_tokens, behind)
+    is_given = jnp.pad(jnp.ones(prefix_tokens.shape, bool) if prefix_mask is None else prefix_mask, behind)
+
+    def begin(length: int) -> _Progress:
+        logits, after = advance(prefix_tokens[:, :length], state)
+        taken = jnp.arange(max_length) < length
+        return _Progress(
+            position=jnp.asarray(length),
+            logits=logits[:, -1],
+            state=after,
+            tokens=jnp.where(taken, prefix, 0),
+            is_valid=jnp.broadcast_to(taken, prefix.shape),
+            has_ended=jnp.zeros(batch_size, bool),
+        )
+
+    def goes_on(progress: _Progress) -> jax.Array:
+        is_left = progress.position < max_length
+        return is_left if eod_token_id < 0 else is_left & ~_on_all_devices(progress.has_ended, axis_names)
+
+    def choose(progress: _Progress) -> _Progress:
+        index = progress.position
+        sampled = token_sample_fn(progress.logits, jax.random.fold_in(rng, index)).astype(prefix.dtype)
+        token = jnp.where(is_given[:, index], prefix[:, index], sampled)
+        token = jnp.where(progress.has_ended, 0, token)
+        ends = ~is_given[:, index] & (token == eod_token_id)
+        logits, after = advance(token[:, None], progress.state)
+        return _Progress(
+            position=index + 1,
+            logits=logits[:, -1],
+            state=after,
+            tokens=progress.tokens.at[:, index].set(token),
+            is_valid=progress.is_valid.at[:, index].set(~progress.has_ended),
+            has_ended=progress.has_ended | ends,
+        )
+
+    first = begin(prefix_length) if prefix_mask is None else _begin_with_mask(begin, prefix_mask, axis_names)
+    last = lax.while_loop(goes_on, choose, first)
+    return last.tokens, last.is_valid
+
+
+def _begin_with_mask(begin: Callable[[int], _Progress], mask: jax.Array, axis_names: Sequence[str]) -> Any:
+    """Take the whole prefix at once if all of it is given, else the first token."""
+    return lax.cond(_on_all_devices(mask, axis_names), lambda: begin(mask.shape[1]), lambda: begin(1))
+
+
+def _on_all_devices(condition: jax.Array, axis_names: Sequence[str]) -> jax.Array:
+    """Return whether a condition holds everywhere: devices must agree on what they compute next."""
+    holds = jnp.all(condition)
+    axes = tuple(axis for axis in axis_names if axis_size(axis) > 1)
+    return lax.pmin(holds.astype(jnp.int32), axes) == 1 if axes else holds

@@ -1,0 +1,77 @@
+"""Generation with the model of a train state."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from xlstm_jax.common_types import PyTree, TrainState
+from xlstm_jax.distributed.array_utils import fold_rng_over_axis
+from xlstm_jax.distributed.data_parallel import gather_params
+from xlstm_jax.inference.generate import generate
+from xlstm_jax.inference.sampling import greedy_sampling, temperature_sampling
+
+__all__ = ["generate_tokens", "greedy_sampling", "temperature_sampling"]
+
+
+def generate_tokens(
+    state: TrainState,
+    rng: jax.Array,
+    prefix_tokens: jax.Array,
+    prefix_mask: jax.Array | None,
+    cache: PyTree | None = None,
+    max_length: int = 2048,
+    eod_token_id: int = -1,
+    token_sample_fn: Callable[[jax.Array, jax.Array], jax.Array] = temperature_sampling,
+    gather_params_once: bool = False,
+    data_axis_name: str = "dp",
+    fsdp_axis_name: str = "fsdp",
+    param_dtype: DTypeLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Continue sequences of tokens; inside a mesh, those of this device.
+
+    Args:
+        state: The train state. Its `apply_fn` is that of a model which takes a `state` and has `init_state`.
+        rng: The random key, the same on all devices.
+        prefix_tokens: How the sequences begin, `[batch, length]` or, for a single one, `[length]`.
+        prefix_mask: Which of them are given; the others are generated.
+        cache: The state of the model before the first token; empty by default.
+        max_length: The length of the sequences.
+        eod_token_id: A sequence ends after this token has been generated; below 0, none ends early.
+        token_sample_fn: Chooses tokens from logits and a key.
+        gather_params_once: Whether to gather parameters that are split over devices once, rather than for each token:
+            faster, if they fit.
+        data_axis_name: The mesh axis over which rows are split.
+        fsdp_axis_name: The mesh axis over which rows and parameters are split.
+        param_dtype: The precision of the parameters; their own by default.
+
+    Returns:
+        The tokens `[batch, max_length]`, zeros after the end of a sequence, and which of them belong to it.
+    """
+    prefix_tokens = jnp.atleast_2d(prefix_tokens)
+    prefix_mask = None if prefix_mask is None else jnp.atleast_2d(prefix_mask)
+    params = state.params
+    if param_dtype is not None:
+        params = jax.tree.map(lambda x: x.astype(param_dtype), params)
+    if gather_params_once:
+        params = gather_params(params, fsdp_axis_name)
+    variables = {"params": params, **(state.mutable_variables or {})}
+
+    def advance(tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        return state.apply_fn(variables, tokens, state=cache, return_state=True)
+
+    if cache is None:
+        cache = state.apply_fn(variables, prefix_tokens.shape[0], method="init_state")
+    axis_names = data_axis_name, fsdp_axis_name
+    return generate(
+        advance,
+        cache,
+        fold_rng_over_axis(rng, axis_names),
+        prefix_tokens,
+        prefix_mask,
+        max_length=max_length,
+        eod_token_id=eod_token_id,
+        token_sample_fn=token_sample_fn,
+        axis_names=axis_names,
+    )

@@ -1,0 +1,216 @@
+"""The logger of a run: from metrics on the device to rows in the tools that keep them."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from xlstm_jax.common_types import HostMetrics, Metrics
+from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.trainer.logger.cmd_logging import setup_logging_multiprocess
+from xlstm_jax.trainer.metrics import get_metrics
+
+LOGGER = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class LoggerToolsConfig(ConfigDict):
+    """Base of the configs of tools."""
+
+    def create(self, logger: "Logger") -> "LoggerTool":
+        """Build the tool that this config describes."""
+        raise NotImplementedError(f"{type(self).__name__} has no `create`, which builds its tool.")
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class LoggerConfig(ConfigDict):
+    """How often a run logs, and where to."""
+
+    log_every_n_steps: int = 1
+    log_path: Path | None = None
+    """The folder of the run; with `None`, messages go to stdout and no files are written."""
+    log_tools: list[LoggerToolsConfig] = dataclasses.field(default_factory=list)
+    cmd_logging_name: str = "output"
+    """Messages go to the file of this name in `log_path`, with the suffix `.log`."""
+
+    def __post_init__(self):
+        if self.log_every_n_steps < 1:
+            raise ConfigError(f"log_every_n_steps is {self.log_every_n_steps}: it has to be 1 or more.")
+
+    @property
+    def log_dir(self) -> str:
+        """`log_path` as text; empty if there is none."""
+        return "" if self.log_path is None else Path(self.log_path).as_posix()
+
+
+class LoggerTool:
+    """A place that metrics go to. Each hook does nothing unless a subclass overrides it."""
+
+    def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
+        """Keep the config of the run, or its configs by name."""
+
+    def setup(self) -> None:
+        """Get ready for a training run. Configs and metrics may come before it, and runs one after the other."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
+        """Keep the metrics of a step. Scalars are Python's, others are NumPy arrays or tuples of them."""
+
+    def finalize(self, status: str) -> None:
+        """Write what is not yet written; `status` is `success`, `nan` or `error`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Epoch:
+    index: int
+    mode: str
+    start_time: float
+
+
+class Logger:
+    """Turns the metrics of a run into numbers every few steps and hands them to all tools.
+
+    A validation within a training epoch is an epoch of its own: its mode holds until it ends. All processes fetch
+    metrics and look for NaNs, so that all come to the same decisions; the tools run in the first process only.
+
+    Args:
+        config: How often to log, and where to.
+        metric_postprocess_fn: Returns the metrics to log from those on the host, such as a perplexity beside each loss.
+
+    Attributes:
+        log_path: The folder of the run, or `None`.
+        log_tools: The tools, none in processes other than the first.
+        found_nans: Whether a metric that `log_step` logged was NaN since training started.
+        epoch: The index of the current epoch, or else of the last.
+    """
+
+    def __init__(self, config: LoggerConfig, metric_postprocess_fn: Callable[[HostMetrics], HostMetrics] | None = None):
+        self.config = config
+        self.metric_postprocess_fn = metric_postprocess_fn
+        self.log_path = None if config.log_path is None else Path(config.log_path)
+        self.found_nans = False
+        self.epoch = 0
+        self._open_epochs: list[_Epoch] = []
+        self._last_log: tuple[float, int] | None = None
+        setup_logging_multiprocess(self.log_path and self.log_path / f"{config.cmd_logging_name}.log")
+        tools = config.log_tools if jax.process_index() == 0 else []
+        self.log_tools = [tool.create(self) for tool in tools]
+
+    @property
+    def mode(self) -> str:
+        """The mode of the current epoch: `train`, `val`, `test` or a task; `default` outside of epochs."""
+        return self._open_epochs[-1].mode if self._open_epochs else "default"
+
+    def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
+        """Hand the config of the run, or its configs by name, to all tools."""
+        for tool in self.log_tools:
+            tool.log_config(config)
+
+    def on_training_start(self) -> None:
+        """Set up all tools and forget the NaNs of earlier runs."""
+        self.found_nans = False
+        for tool in self.log_tools:
+            tool.setup()
+
+    def start_epoch(self, epoch: int, step: int, mode: str = "train") -> None:
+        """Begin an epoch, also within another."""
+        LOGGER.info("Starting epoch %d at step %d in mode %s.", epoch, step, mode)
+        now = time.perf_counter()
+        self._open_epochs.append(_Epoch(epoch, mode, now))
+        self._last_log = (now, step)
+        self.epoch = epoch
+
+    def log_step(self, metrics: Metrics | dict[str, Any], step: int) -> Metrics | dict[str, Any]:
+        """Log the metrics if it is time to.
+
+        The mean seconds of a step since the last log are added as `step_time`, unless a validation came in between:
+        what belongs to it, such as a checkpoint, is no time of steps.
+
+        Args:
+            metrics: The metrics that have accumulated on the device.
+            step: The number of steps since the start of training, this one included.
+
+        Returns:
+            The metrics to go on with: set to zero after a log, else as they came.
+        """
+        if step % self.config.log_every_n_steps:
+            return metrics
+        LOGGER.info("Logging at step %d in epoch %d in mode %s", step, self.epoch, self.mode)
+        metrics, host_metrics = get_metrics(metrics, reset_metrics=True)
+        host_metrics = {**self._postprocess(host_metrics), "epoch": self.epoch, **self._step_time(step)}
+        self._check_for_nans(host_metrics, step)
+        self.log_host_metrics(host_metrics, step)
+        return metrics
+
+    def log_host_metrics(self, host_metrics: Mapping[str, Any], step: int, mode: str | None = None) -> None:
+        """Log numbers that are on the host already, under the current mode unless another is given."""
+        host_metrics = {name: _to_host(value) for name, value in host_metrics.items()}
+        for tool in self.log_tools:
+            tool.log_metrics(host_metrics, step=step, epoch=self.epoch, mode=mode or self.mode)
+
+    def end_epoch(
+        self, metrics: Metrics | dict[str, Any] | None, step: int
+    ) -> tuple[Metrics | dict[str, Any] | None, dict[str, Any]]:
+        """End the current epoch and go back to the one around it.
+
+        Args:
+            metrics: The metrics that have accumulated on the device; `None` if there was no batch.
+            step: The number of steps since the start of training.
+
+        Returns:
+            The metrics as they came, and what was logged: the seconds of the epoch as `epoch_time`, and the metrics
+            unless the mode is `train`, whose metrics are logged by step.
+        """
+        if not self._open_epochs:
+            raise ValueError("There is no epoch to end: call `start_epoch` first.")
+        host_metrics = {}
+        if self.mode != "train" and metrics is not None:
+            host_metrics = self._postprocess(get_metrics(metrics, reset_metrics=False)[1])
+        host_metrics["epoch_time"] = time.perf_counter() - self._open_epochs[-1].start_time
+        self.log_host_metrics(host_metrics, step)
+        self._open_epochs.pop()
+        self._last_log = None
+        self.epoch = self._open_epochs[-1].index if self._open_epochs else self.epoch
+        return metrics, host_metrics
+
+    def finalize(self, status: str) -> None:
+        """End the run: `status` is `success`, `nan` or `error`. Another run may follow."""
+        LOGGER.info("The run ended with status %s.", status)
+        self._open_epochs.clear()
+        for tool in self.log_tools:
+            tool.finalize(status)
+
+    def _postprocess(self, host_metrics: dict[str, Any]) -> dict[str, Any]:
+        return self.metric_postprocess_fn(host_metrics) if self.metric_postprocess_fn else host_metrics
+
+    def _step_time(self, step: int) -> dict[str, float]:
+        last_log, self._last_log = self._last_log, (time.perf_counter(), step)
+        if last_log is None or step <= last_log[1]:
+            return {}
+        return {"step_time": (self._last_log[0] - last_log[0]) / (step - last_log[1])}
+
+    def _check_for_nans(self, host_metrics: Mapping[str, Any], step: int | None = None) -> None:
+        names = [name for name, value in host_metrics.items() if _has_nan(value)]
+        if names:
+            self.found_nans = True
+            LOGGER.error("Found NaN at step %s in: %s.", step, ", ".join(names))
+
+
+def _to_host(value: Any) -> Any:
+    if not isinstance(value, np.ndarray | np.generic | jax.Array):
+        return value
+    array = np.asarray(value)
+    return array.item() if array.size == 1 else array
+
+
+def _has_nan(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_nan, value))
+    if not isinstance(value, float | np.ndarray | np.generic | jax.Array):
+        return False
+    array = np.asarray(value)
+    return bool(np.any(array != array))  # Unlike `np.isnan`, this takes arrays of any type.

@@ -1,0 +1,107 @@
+"""Messages of the package on stdout and in a file.
+
+Everything here acts on the logger `xlstm_jax`. The root logger keeps its handlers and its level, and messages still
+reach it. Where it prints them itself, they are not printed twice.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+LOG_FORMAT = "[%(asctime)s][%(name)s:%(lineno)d][%(levelname)s]{rank} - %(message)s"
+PACKAGE_LOGGER = logging.getLogger("xlstm_jax")
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class _StdoutHandler(logging.Handler):
+    """Writes to what stdout is at the time: it may be replaced or captured."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _root_prints():
+            return
+        try:
+            sys.stdout.write(f"{self.format(record)}\n")
+            sys.stdout.flush()
+        except Exception:
+            self.handleError(record)
+
+
+class _LogFileHandler(logging.FileHandler):
+    """Tells our file from those that users add."""
+
+
+class _ExceptionLogger:
+    """Logs an exception, unless it is an interrupt, and hands it on."""
+
+    def __init__(self, previous: Callable[[type[BaseException], BaseException, TracebackType | None], Any]):
+        self.previous = previous
+
+    def __call__(
+        self, error_type: type[BaseException], error: BaseException, traceback: TracebackType | None, /
+    ) -> None:
+        if not issubclass(error_type, KeyboardInterrupt):
+            PACKAGE_LOGGER.critical("Uncaught exception", exc_info=(error_type, error, traceback))
+        self.previous(error_type, error, traceback)
+
+
+def setup_logging(logfile: str | Path | None = "output.log") -> None:
+    """Send the messages of a single process to stdout and to the end of a file.
+
+    A second call replaces the file and the format of the first.
+
+    Args:
+        logfile: The file, whose folder is made if needed; `None` for stdout alone.
+    """
+    _setup(logfile, rank="", level=get_loglevel())
+
+
+def setup_logging_multiprocess(logfile: str | Path | None = "output.log") -> None:
+    """Do as `setup_logging`, with the rank in each line, and only errors from processes other than the first.
+
+    This starts JAX's backends, so `jax.distributed.initialize` has to come before it.
+
+    Args:
+        logfile: As for `setup_logging`.
+    """
+    rank = jax.process_index()
+    _setup(logfile, rank=f"[R{rank}]", level=get_loglevel() if rank == 0 else "ERROR")
+
+
+def get_loglevel() -> str:
+    """Return the level that the environment variable `LOGLEVEL` asks for, `INFO` if it is not set."""
+    level = os.environ.get("LOGLEVEL", "INFO").upper()
+    if level not in LEVELS:
+        raise ValueError(f"LOGLEVEL is {level!r}: choose from {', '.join(LEVELS)}.")
+    return level
+
+
+def setup_exception_logging() -> None:
+    """Log what ends the program, then do as before: this replaces `sys.excepthook`, and nothing else calls it."""
+    if not isinstance(sys.excepthook, _ExceptionLogger):
+        sys.excepthook = _ExceptionLogger(sys.excepthook)
+
+
+def _setup(logfile: str | Path | None, *, rank: str, level: str) -> None:
+    handlers: list[logging.Handler] = [_StdoutHandler()]
+    if logfile is not None:
+        Path(logfile).parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(_LogFileHandler(logfile, encoding="utf-8"))
+    for handler in PACKAGE_LOGGER.handlers[:]:
+        if isinstance(handler, _StdoutHandler | _LogFileHandler):
+            PACKAGE_LOGGER.removeHandler(handler)
+            handler.close()
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(LOG_FORMAT.format(rank=rank)))
+        PACKAGE_LOGGER.addHandler(handler)
+    PACKAGE_LOGGER.setLevel(level)
+
+
+def _root_prints() -> bool:
+    streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
+    return PACKAGE_LOGGER.propagate and any(stream in (sys.stdout, sys.stderr) for stream in streams if stream)
