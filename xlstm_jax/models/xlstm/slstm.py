@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float
 
@@ -83,15 +84,19 @@ class SLSTMLayer(SplitModule):
         return hidden, state
 
     def _init_bias(self, context: Context) -> nn.initializers.Initializer:
-        """Spread the forget gates of a head over time scales, more evenly the deeper the block."""
-        depth = context.block_index / max(self.config.num_blocks - 1, 1)
+        """Spread the forget gates of a head over time scales, more evenly the deeper the block.
+
+        NumPy computes them for all blocks: where the number of the block is traced, XLA would round them differently.
+        """
+        num_blocks = self.config.num_blocks
 
         def init(key, shape, dtype):
             del key
             _, _, head_dim = shape
-            place = jnp.arange(head_dim) / max(head_dim - 1, 1)
-            forget = 5.0 - 12.0 * place ** (0.3 + 1.3 * depth)
-            return jnp.zeros(shape, dtype).at[:, 1].set(forget.astype(dtype))
+            place = np.arange(head_dim) / max(head_dim - 1, 1)
+            depth = np.arange(num_blocks)[:, None] / max(num_blocks - 1, 1)
+            forget = jnp.asarray(5.0 - 12.0 * place ** (0.3 + 1.3 * depth), dtype)
+            return jnp.zeros(shape, dtype).at[:, 1].set(forget[context.block_index])
 
         return init
 
