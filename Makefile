@@ -9,13 +9,12 @@
 #   make clean    remove whatever the above made
 #
 # Another interpreter or environment: make PYTHON=python3.12 VENV=.venv-3.12 test
-# Another index with torch for CPUs, or none where pip knows one: make TORCH_INDEX= parity
+# Torch for CPUs, where pip would take the one for GPUs: set PIP_EXTRA_INDEX_URL to an index that has it.
 
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?=
 WORKERS ?= logical
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -62,10 +61,10 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@$(PIP) --editable .
 	@touch $@
 
-# Of two builds of one version, pip takes that of the index for CPUs. Once it is there, the extra is content with it.
+# First and by itself: once a build for CPUs is there, the extra is content with it.
 $(VENV)/.torch: | $(BIN)/python
-	@echo "Installing torch for CPUs into $(VENV)"
-	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$(grep -o 'torch==[0-9.]*' pyproject.toml)
+	@echo "Installing torch into $(VENV)"
+	@$(PIP) $$(grep -o 'torch==[0-9.]*' pyproject.toml)
 	@touch $@
 
 $(VENV)/.installed-parity: | $(VENV)/.torch

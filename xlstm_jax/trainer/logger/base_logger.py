@@ -193,7 +193,7 @@ class Logger:
             return {}
         return {"step_time": (self._last_log[0] - last_log[0]) / (step - last_log[1])}
 
-    def _check_for_nans(self, host_metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def _check_for_nans(self, host_metrics: Mapping[str, Any], step: int) -> None:
         names = [name for name, value in host_metrics.items() if _has_nan(value)]
         if names:
             self.found_nans = True
