@@ -13,12 +13,9 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.models.llama.block import TransformerBlock, init_cache
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.shared.checks import check_state
-from xlstm_jax.models.shared.embedding import Embedding
-from xlstm_jax.models.shared.init import small_init
-from xlstm_jax.models.shared.lm_head import LMHead
 from xlstm_jax.models.shared.norms import RMSNorm
 from xlstm_jax.models.shared.stack import BlockStack, Context, init_states
-from xlstm_jax.models.shared.utils import prepare_module
+from xlstm_jax.models.shared.vocabulary import create_embedding, create_lm_head
 
 __all__ = ["LlamaConfig", "LlamaTransformer"]
 
@@ -65,13 +62,7 @@ class LlamaTransformer(nn.Module):
         """
         config = self.config
         self._check(idx, pos_idx, document_borders, state, return_state, targets)
-        embedding = prepare_module(Embedding, "Embed", config.parallel)(
-            config.vocab_size,
-            config.embedding_dim,
-            small_init(config.embedding_dim),
-            jnp.dtype(config.param_dtype),
-            name="token_embedding",
-        )()
+        embedding = create_embedding(config)()
         x = embedding[idx].astype(config.dtype)
         if config.add_embedding_dropout:
             x = nn.Dropout(config.dropout_rate, deterministic=not train)(x)
@@ -88,17 +79,7 @@ class LlamaTransformer(nn.Module):
         if state is not None:
             slots = _length(state)[:, None] + jnp.arange(idx.shape[1])
             x = jnp.where((slots < config.max_state_length)[..., None], x, jnp.nan)
-        head = prepare_module(LMHead, "LMHead", config.parallel)(
-            config.vocab_size,
-            config.parallel.model_axis_name,
-            functools.partial(RMSNorm, config.norm_eps, jnp.dtype(config.param_dtype)),
-            small_init(config.embedding_dim),
-            config.logits_soft_cap,
-            jnp.dtype(config.head_dtype),
-            jnp.dtype(config.param_dtype),
-            config.loss_chunk_size,
-            name="lm_head",
-        )
+        head = create_lm_head(config, functools.partial(RMSNorm, config.norm_eps, jnp.dtype(config.param_dtype)))
         result = head(x, targets, embedding if config.tie_weights else None)
         return (result, states) if return_state else result
 

@@ -4,16 +4,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.models.shared.checks import check_state
-from xlstm_jax.models.shared.embedding import Embedding
-from xlstm_jax.models.shared.init import small_init
-from xlstm_jax.models.shared.lm_head import LMHead
 from xlstm_jax.models.shared.stack import BlockStack, Context, init_states
-from xlstm_jax.models.shared.utils import prepare_module
+from xlstm_jax.models.shared.vocabulary import create_embedding, create_lm_head
 from xlstm_jax.models.xlstm.block import create_block, create_norm, init_block_state
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 
@@ -63,13 +59,7 @@ class XLSTM(nn.Module):
             raise ValueError(f"tokens has shape {tokens.shape}, but must be [batch, length] with at least one token.")
         states = self.init_state(tokens.shape[0])
         states = states if state is None else check_state(state, states)
-        embedding = prepare_module(Embedding, "Embed", config.parallel)(
-            config.vocab_size,
-            config.embedding_dim,
-            small_init(config.embedding_dim),
-            jnp.dtype(config.param_dtype),
-            name="token_embedding",
-        )()
+        embedding = create_embedding(config)()
         x = embedding[tokens].astype(config.dtype)
         if config.embedding_dropout:
             x = nn.Dropout(config.dropout_rate, deterministic=not train)(x)
@@ -82,17 +72,7 @@ class XLSTM(nn.Module):
             name="block_stack",
         )
         x, states = stack(x, states, Context(document_borders, pos_idx, train))
-        head = prepare_module(LMHead, "LMHead", config.parallel)(
-            config.vocab_size,
-            config.parallel.model_axis_name,
-            functools.partial(create_norm, config, config.norm),
-            small_init(config.embedding_dim),
-            config.logits_soft_cap,
-            jnp.dtype(config.head_dtype),
-            jnp.dtype(config.param_dtype),
-            config.loss_chunk_size,
-            name="lm_head",
-        )
+        head = create_lm_head(config, functools.partial(create_norm, config, config.norm))
         result = head(x, targets, embedding if config.tie_weights else None)
         return (result, states) if return_state else result
 
