@@ -35,7 +35,7 @@ HostMetrics = dict[str, HostMetricElement]
 
 
 class TrainState(train_state.TrainState):
-    """Flax's train state with a random key and the variables that are not parameters.
+    """Flax's train state with a random key, the variables that are not parameters, and a record of bad steps.
 
     Its fields hold arrays, but also what a tree map makes of them: shapes, partition specs, gradients.
     """
@@ -44,3 +44,4 @@ class TrainState(train_state.TrainState):
     params: PyTree
     mutable_variables: Any = None
     rng: Any = None
+    guard: Any = None

@@ -1,1 +1,16 @@
 """Turn models, data and optimizers into training runs."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xlstm_jax.trainer.base.trainer import TrainerConfig, TrainerModule
+
+__all__ = ["TrainerConfig", "TrainerModule"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the trainer when it is asked for: losses, metrics and optimizers do without it."""
+    if name in __all__:
+        return getattr(importlib.import_module("xlstm_jax.trainer.base.trainer"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

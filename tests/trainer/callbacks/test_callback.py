@@ -79,6 +79,13 @@ def test_the_data_of_the_run_is_known_once_it_is_set():
     assert callback.data_module is data
 
 
+def test_a_callback_keeps_nothing_in_checkpoints_unless_it_says_so():
+    callback = Recorder()
+    assert (callback.state_dict(), callback.arrays()) == ({}, {})
+    callback.load_state_dict({})
+    callback.load_arrays({})
+
+
 def test_a_config_without_a_callback_says_so():
     with pytest.raises(NotImplementedError, match="create"):
         CallbackConfig().create(trainer=None)

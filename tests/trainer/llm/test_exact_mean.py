@@ -1,6 +1,7 @@
-"""Steps of training give the mean over all targets of the batch, whatever the mesh, the padding and the minibatches."""
+"""Training gives the mean over all targets of the batch, whatever the mesh, the padding and the minibatches."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,153 +9,113 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from meshes import AXES, make_mesh, on_mesh, specs_of, unboxed_tree
+from meshes import unboxed_tree
+from trainer.runs import LENGTH, draw_batch, make_trainer, model_config
 
-from xlstm_jax.common_types import TrainState
-from xlstm_jax.dataset.batch import LLMBatch
-from xlstm_jax.distributed.mesh_utils import ParallelConfig
-from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
-from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
-from xlstm_jax.trainer.llm.loss import count_targets, next_token_loss
+from xlstm_jax.models.xlstm import XLSTM
 from xlstm_jax.trainer.metrics import get_metrics
-from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig, build_optimizer
+from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 from xlstm_jax.trainer.optimizer.scheduler import SchedulerConfig
 
-ROWS, LENGTH, NUM_STEPS = 32, 12, 5
-MODEL = XLSTM(
-    XLSTMConfig(
-        vocab_size=32,
-        embedding_dim=16,
-        num_heads=2,
-        num_blocks=2,
-        chunk_size=8,
-        parallel=ParallelConfig(fsdp_modules=("Embed", "Block", "LMHead"), fsdp_min_weight_size=16),
-    )
-)
-OPTIMIZERS = {
-    "sgd": OptimizerConfig(name="sgd", scheduler=SchedulerConfig(lr=0.1), beta1=None),
-    "adamw": OptimizerConfig(name="adamw", scheduler=SchedulerConfig(lr=0.01), eps=1e-4, weight_decay=0.1),
-}
-PLAIN_OPTIMIZERS = {"sgd": optax.sgd(0.1), "adamw": optax.adamw(0.01, eps=1e-4, weight_decay=0.1)}
-CASES = {
-    "one device": ({}, 1, False),
-    "dp8": ({"dp": 8}, 1, False),
-    "fsdp8, 4 minibatches by loop": ({"fsdp": 8}, 4, False),
-    "dp2-fsdp2-tp2": ({"dp": 2, "fsdp": 2, "tp": 2}, 1, False),
-    "dp2-fsdp2-tp2, 2 minibatches by scan": ({"dp": 2, "fsdp": 2, "tp": 2}, 2, True),
-    "dp8, 4 minibatches by scan": ({"dp": 8}, 4, True),
-    "one device, 2 minibatches by loop": ({}, 2, False),
-}
+ROWS, NUM_STEPS, TOLERANCE = 32, 5, 1e-5
+# Momentum of 0 is none, but the optimizer then keeps the gradients of the last step.
+SGD = OptimizerConfig(name="sgd", scheduler=SchedulerConfig(lr=0.1), beta1=0.0)
+ADAMW = OptimizerConfig(name="adamw", scheduler=SchedulerConfig(lr=0.01), eps=1e-4, weight_decay=0.1)
+PLAIN = {"sgd": optax.sgd(0.1), "adamw": optax.adamw(0.01, eps=1e-4, weight_decay=0.1)}
+OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW}
+MESHES = {"dp8": {"dp": 8}, "fsdp8": {"fsdp": 8}, "dp2-fsdp2-tp2": {"dp": 2, "fsdp": 2, "tp": 2}}
+CASES = [
+    ("one device", 2, False, "sgd"),
+    *((mesh, n, scan, "sgd") for mesh, n, scan in itertools.product(MESHES, (1, 2, 4), (False, True))),
+    *((mesh, n, True, "adamw") for mesh, n in (("dp8", 4), ("fsdp8", 2), ("dp2-fsdp2-tp2", 1))),
+]
 
 
 @functools.cache
 def batches():
-    """Draw rows with some documents and much padding: some rows have no targets at all."""
-    generator = np.random.default_rng(0)
-    drawn = []
-    for _ in range(NUM_STEPS):
-        ends = generator.integers(0, LENGTH + 1, ROWS)
-        ends[:3] = 0
-        columns = np.arange(LENGTH)
-        documents = 1 + (columns >= generator.integers(1, LENGTH, (ROWS, 1)))
-        segmentation = np.where(columns < ends[:, None], documents, 0).astype(np.int32)
-        tokens = generator.integers(0, 32, (2, ROWS, LENGTH)).astype(np.int32)
-        positions = np.broadcast_to(columns, (ROWS, LENGTH)).astype(np.int32)
-        drawn.append(
-            LLMBatch(
-                inputs=tokens[0],
-                targets=tokens[1],
-                inputs_position=positions,
-                inputs_segmentation=segmentation,
-                targets_position=positions,
-                targets_segmentation=segmentation,
-            )
-        )
-    return drawn
+    return [draw_batch(0, index, rows=ROWS) for index in range(NUM_STEPS)]
 
 
-def init_params(key):
-    return MODEL.init(key, jnp.zeros((1, LENGTH), jnp.int32))["params"]
+@jax.jit
+def summed_loss(params, batch):
+    """Return the sum of the losses of all targets, and their number."""
+    model = XLSTM(model_config().model_config)
+    logits = model.apply({"params": params}, batch.inputs, document_borders=batch.get_document_borders())
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+    return jnp.sum(losses * (batch.targets_segmentation != 0)), jnp.sum(batch.targets_segmentation != 0)
 
 
 @functools.cache
 def expected(optimizer):
-    """Train on whole batches without a mesh, with logits and optax alone: losses, and parameters after each step."""
-    tx = PLAIN_OPTIMIZERS[optimizer]
-
-    def loss_of(params, batch):
-        logits = MODEL.apply({"params": params}, batch.inputs, document_borders=batch.get_document_borders())
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
-        return jnp.sum(losses * (batch.targets_segmentation != 0)) / jnp.sum(batch.targets_segmentation != 0)
+    """Train on whole batches without a mesh, with logits and optax alone: losses, first gradients, parameters."""
+    tx = PLAIN[optimizer]
 
     @jax.jit
     def step(params, state, batch):
-        loss, gradients = jax.value_and_grad(loss_of)(params, batch)
+        loss, gradients = jax.value_and_grad(lambda params: jnp.divide(*summed_loss(params, batch)))(params)
         updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        return optax.apply_updates(params, updates), state, loss, gradients
 
-    params = jax.jit(init_params)(jax.random.key(3))
-    state, losses, all_params = tx.init(params), [], []
+    params = initial_params()
+    state, losses, first = tx.init(params), [], None
     for batch in batches():
-        params, state, loss = step(params, state, batch)
+        params, state, loss, gradients = step(params, state, batch)
         losses.append(float(loss))
-        all_params.append(jax.device_get(params))
-    return np.array(losses), all_params
+        first = jax.device_get(gradients) if first is None else first
+    return np.array(losses), first, jax.device_get(params)
 
 
-def trained(case, optimizer):
-    """Train with the steps of the trainer: the metrics of each step, and parameters after each."""
-    sizes, num_minibatches, use_scan = CASES[case]
-    mesh = make_mesh(**sizes)
-    tx, _ = build_optimizer(OPTIMIZERS[optimizer])
+@functools.cache
+def initial_params():
+    return unboxed_tree(make_trainer(rows=ROWS).state.params)
 
-    def init(key):
-        return TrainState.create(apply_fn=MODEL.apply, params=init_params(key), tx=tx, rng=jax.random.key(4))
 
-    state_specs = specs_of(init, mesh, jax.random.key(3))
-    loss = functools.partial(next_token_loss, axis_names=AXES)
-    step = functools.partial(
-        train_step,
-        axis_names=AXES,
-        loss_function=loss,
-        count_targets=count_targets,
-        num_minibatches=num_minibatches,
-        use_scan=use_scan,
-        logging=StepLogging(default_modes=("single",)),
+def assert_close_by_leaf(actual, expected):
+    def compare(path, actual, expected):
+        error = np.linalg.norm(actual - expected)
+        assert error <= TOLERANCE * np.linalg.norm(expected), f"{jax.tree_util.keystr(path)}: {error}"
+
+    jax.tree_util.tree_map_with_path(compare, actual, expected)
+
+
+@pytest.mark.parametrize(("mesh", "num_minibatches", "use_scan", "optimizer"), CASES)
+def test_losses_gradients_and_parameters_are_those_of_the_whole_batch(mesh, num_minibatches, use_scan, optimizer):
+    trainer = make_trainer(
+        MESHES.get(mesh, {}),
+        rows=ROWS,
+        optimizer=OPTIMIZERS[optimizer],
+        gradient_accumulate_steps=num_minibatches,
+        gradient_accumulate_scan=use_scan,
+        default_train_log_modes=["single"],
     )
-    evaluate = functools.partial(eval_step, axis_names=AXES, loss_function=loss, count_targets=count_targets)
-    rows = P(AXES)
-    run = on_mesh(lambda state, batch: step(state, batch, None), mesh, (state_specs, rows), (state_specs, P()))
-    run_evaluation = on_mesh(lambda state, batch: evaluate(state, batch, None), mesh, (state_specs, rows), P())
-    state = on_mesh(init, mesh, P(), state_specs)(jax.random.key(3))
-    reported, all_params = [], []
-    for batch in batches():
-        batch = jax.device_put(batch, NamedSharding(mesh, rows))
-        _, evaluated = get_metrics(run_evaluation(state, batch))
-        state, metrics = run(state, batch)
-        reported.append({**get_metrics(metrics)[1], "eval_loss": evaluated["loss"]})
-        all_params.append(unboxed_tree(state.params))
-    return reported, all_params
+    expected_losses, first_gradients, expected_params = expected(optimizer)
+    metrics, rows = trainer.init_train_metrics(), []
+    for index, batch in enumerate(batches()):
+        placed = jax.device_put(batch, NamedSharding(trainer.mesh, trainer.batch_partition_specs))
+        trainer.state, metrics = trainer.train_step(trainer.state, placed, metrics)
+        metrics, host_metrics = get_metrics(metrics)
+        rows.append(host_metrics)
+        if not index and optimizer == "sgd":
+            assert_close_by_leaf(unboxed_tree(trainer.state.opt_state[0][0].trace), first_gradients)
+    np.testing.assert_allclose([row["loss_single"] for row in rows], expected_losses, rtol=TOLERANCE)
+    assert_close_by_leaf(unboxed_tree(trainer.state.params), expected_params)
 
-
-@pytest.mark.parametrize(("case", "optimizer"), [*((case, "sgd") for case in CASES), ("dp2-fsdp2-tp2", "adamw")])
-def test_losses_and_parameters_are_those_of_the_whole_batch(case, optimizer):
-    expected_losses, expected_params = expected(optimizer)
-    reported, all_params = trained(case, optimizer)
-    for name in ("loss_single", "eval_loss"):
-        np.testing.assert_allclose([metrics[name] for metrics in reported], expected_losses, rtol=1e-5)
-
-    def compare(path, actual, wanted):
-        error = np.linalg.norm(actual - wanted)
-        assert error <= 1e-5 * np.linalg.norm(wanted), f"{jax.tree_util.keystr(path)}: {error}"
-
-    for actual, wanted in zip(all_params, expected_params, strict=True):
-        jax.tree_util.tree_map_with_path(compare, actual, wanted)
-
-    counts = [np.sum(batch.targets_segmentation != 0) for batch in batches()]
+    counts = np.array([np.sum(batch.targets_segmentation != 0) for batch in batches()])
     documents = [np.sum(np.max(batch.inputs_segmentation, axis=1)) for batch in batches()]
-    np.testing.assert_allclose([metrics["tokens_per_batch_mean"] for metrics in reported], counts, rtol=1e-6)
-    np.testing.assert_allclose([metrics["num_docs_per_batch_mean"] for metrics in reported], documents, rtol=1e-6)
-    utilization = np.array(counts) / (ROWS * LENGTH)
-    np.testing.assert_allclose([metrics["token_utilization_mean"] for metrics in reported], utilization, rtol=1e-6)
+    for name, numbers in {
+        "tokens_per_batch_mean": counts,
+        "num_docs_per_batch_mean": documents,
+        "token_utilization_mean": counts / (ROWS * LENGTH),
+    }.items():
+        np.testing.assert_allclose([row[name] for row in rows], numbers, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["one device", *MESHES])
+def test_an_evaluation_gives_the_mean_over_all_targets(mesh):
+    trainer = make_trainer(MESHES.get(mesh, {}), rows=ROWS)
+    metrics = None
+    for batch in batches():
+        placed = jax.device_put(batch, NamedSharding(trainer.mesh, trainer.batch_partition_specs))
+        metrics = trainer.eval_step(trainer.state, placed, metrics)
+    losses, counts = zip(*(summed_loss(initial_params(), batch) for batch in batches()), strict=True)
+    np.testing.assert_allclose(get_metrics(metrics)[1]["loss"], sum(losses) / sum(counts), rtol=TOLERANCE)

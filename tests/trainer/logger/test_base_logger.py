@@ -51,6 +51,18 @@ class SilentConfig(LoggerToolsConfig):
         return LoggerTool()
 
 
+class Broken(LoggerTool):
+    """Fails in every hook with the errors that it is given, one after the other."""
+
+    def __init__(self, errors):
+        self.errors = iter(errors)
+
+    def fail(self, *args, **kwargs):
+        raise next(self.errors)
+
+    log_config = setup = drop_after = log_metrics = finalize = fail
+
+
 def make(postprocess=None, every=1):
     logger = Logger(LoggerConfig(log_every_n_steps=every, log_tools=[RecorderConfig()]), postprocess)
     return logger, logger.log_tools[0]
@@ -223,6 +235,46 @@ def test_a_tool_needs_none_of_the_hooks():
     logger.on_training_start()
     logger.log_host_metrics({"x": 1}, 0)
     logger.finalize("success")
+
+
+def test_tools_drop_later_steps_before_they_are_set_up(monkeypatch):
+    logger, recorder = make()
+    monkeypatch.setattr(recorder, "drop_after", lambda step: recorder.calls.append(("drop_after", step)), raising=False)
+    logger.on_training_start()
+    logger.on_training_start(step=30)
+    assert recorder.calls == [("setup",), ("drop_after", 30), ("setup",)]
+
+
+def test_a_tool_that_fails_stops_neither_the_run_nor_other_tools(caplog):
+    logger, recorder = make()
+    logger.log_tools.insert(0, Broken([OSError("The disk is full.")] * 5))
+    logger.log_config(LoggerConfig())
+    logger.on_training_start(3)
+    logger.log_host_metrics({"loss": 1.0}, 4)
+    logger.finalize("success")
+    assert len(recorder.rows) == 1
+    assert [call[0] for call in recorder.calls] == ["log_config", "setup", "finalize"]
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "Broken failed" in warnings[0].getMessage()
+    assert "The disk is full." in caplog.text
+
+
+def test_a_failure_is_reported_once_for_each_kind_and_tool(caplog):
+    logger, _ = make()
+    logger.log_tools = [
+        Broken([OSError(), OSError(), TypeError(), OSError(), TypeError()]),
+        Broken([OSError(), OSError(), OSError(), OSError(), OSError()]),
+    ]
+    for step in range(5):
+        logger.log_host_metrics({}, step)
+    assert sum("Broken failed" in message for message in caplog.messages) == 3
+
+
+def test_an_interrupt_in_a_tool_ends_the_run():
+    logger, _ = make()
+    logger.log_tools = [Broken([KeyboardInterrupt()])]
+    with pytest.raises(KeyboardInterrupt):
+        logger.log_host_metrics({}, 1)
 
 
 def test_the_first_process_alone_has_tools(monkeypatch):

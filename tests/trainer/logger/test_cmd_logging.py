@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
+from rich.live import Live
 
 from xlstm_jax.trainer.logger import Logger, LoggerConfig
 from xlstm_jax.trainer.logger.cmd_logging import (
@@ -74,6 +76,24 @@ def test_a_root_logger_that_prints_is_not_repeated(tmp_path, capsys, monkeypatch
     LOGGER.info("A message.")
     assert capsys.readouterr().out == "A message.\n"
     assert "A message." in (tmp_path / "output.log").read_text()
+
+
+def test_a_root_logger_that_prints_is_not_repeated_beside_a_live_line(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(sys.stdout)])
+    setup_logging(None)
+    with Live(console=Console(force_terminal=True), auto_refresh=False):
+        LOGGER.info("A message.")
+    assert capsys.readouterr().out.count("A message.") == 1
+
+
+def test_handlers_that_a_root_logger_gets_later_print_nothing_of_ours(tmp_path, capsys, monkeypatch, package_logger):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(package_logger, "propagate", True)
+    setup_logging(tmp_path / "output.log")
+    logging.basicConfig()  # as absl does
+    package_logger.info("once")
+    captured = capsys.readouterr()
+    assert (captured.out.count("once"), captured.err.count("once")) == (1, 0)
 
 
 def test_the_root_logger_and_the_hook_for_exceptions_stay_as_they_are(tmp_path):

@@ -5,12 +5,12 @@ work on the same rows, so these are gathered first. What a loss function sees is
 objective is the mean over all devices and minibatches of what it returns.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from xlstm_jax.common_types import ImmutableMetrics, Metrics, PyTree, StepMetrics, TrainState
@@ -18,11 +18,15 @@ from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.distributed.array_utils import axis_size
 from xlstm_jax.distributed.data_parallel import sync_gradients
 from xlstm_jax.distributed.single_gpu import accumulate_gradients
-from xlstm_jax.trainer.base.param_utils import get_grad_norms, get_param_norms
+from xlstm_jax.trainer.base.guard import BadStepConfig, BadStepPolicy, Verdict, judge, select
+from xlstm_jax.trainer.base.param_utils import get_grad_norms, get_param_norms, get_sharded_global_norm
 from xlstm_jax.trainer.metrics import reduce_step_metrics, update_metrics
+from xlstm_jax.trainer.user_functions import describe, gather_rows, with_accepted
 from xlstm_jax.utils.pytree_utils import flatten_pytree
 
 INTERMEDIATES = "intermediates"
+OBJECTIVE = "objective"
+BAD_STEPS = "bad_steps"
 EVALUATION_LOG_MODES = ("mean_nopostfix",)
 
 
@@ -46,6 +50,10 @@ class StepLogging(NamedTuple):
     grad_norm_per_param: bool = False
     param_norm: bool = True
     param_norm_per_param: bool = False
+    clip: optax.GradientTransformation | None = None
+    """How the optimizer clips gradients; the norm after it is reported too."""
+    schedule: optax.Schedule | None = None
+    """The learning rate by step."""
 
 
 def train_step(
@@ -59,6 +67,7 @@ def train_step(
     num_minibatches: int = 1,
     use_scan: bool = False,
     logging: StepLogging | None = None,
+    bad_steps: BadStepConfig | None = None,
 ) -> tuple[TrainState, ImmutableMetrics]:
     """Update the parameters with a batch.
 
@@ -74,30 +83,49 @@ def train_step(
         num_minibatches: How many parts of the batch go through the model one after the other.
         use_scan: Whether these are scanned over, rather than compiled one by one.
         logging: What to report.
+        bad_steps: Which updates not to apply, if the state has a guard; `None` applies all.
 
     Returns:
         The new state and metrics.
     """
     logging = logging or StepLogging()
-    batch = _gather_rows(batch, axis_names)
+    axis_names = tuple(axis_names)
+    batch = gather_rows(batch, axis_names)
     next_rng, step_rng = jax.random.split(state.rng)
     whole = _measure(batch, count_targets, axis_names, num_minibatches)
-    loss = with_accepted(loss_function, train=True, mutable_variables=state.mutable_variables, whole=whole)
+    loss = _reporting(with_accepted(loss_function, train=True, mutable_variables=state.mutable_variables, whole=whole))
     gradients, step_metrics, variables = accumulate_gradients(state, batch, step_rng, num_minibatches, loss, use_scan)
     sown, variables = _split_off_intermediates(variables)
     gradients = sync_gradients(gradients, axis_names)
-    state = state.apply_gradients(
+    new_state = state.apply_gradients(
         grads=gradients, rng=next_rng, mutable_variables=_synced_variables(variables, axis_names)
     )
     if logging.intermediates_modes:
         step_metrics = {**step_metrics, **_intermediate_metrics(sown, logging.intermediates_modes)}
     step_metrics = reduce_step_metrics(step_metrics, axis_names, logging.default_modes)
-    if logging.grad_norm:
-        step_metrics |= get_grad_norms(gradients, logging.grad_norm_per_param)
-    if logging.param_norm:
-        norms = get_param_norms(state.params, logging.param_norm_per_param)
-        step_metrics |= {name: {"value": norm, "log_modes": ["mean_nopostfix"]} for name, norm in norms.items()}
-    return state, update_metrics(metrics, step_metrics, logging.default_modes)
+    objective: Any = step_metrics.pop(OBJECTIVE)
+    step_metrics |= _norm_metrics(gradients, new_state.params, logging)
+    if logging.schedule is not None:
+        lr = jnp.asarray(logging.schedule(state.step), jnp.float32)
+        step_metrics["lr"] = {"value": lr, "log_modes": ["mean_nopostfix"]}
+    if bad_steps is None or state.guard is None:
+        return new_state, update_metrics(metrics, step_metrics, logging.default_modes)
+
+    verdict, guard = judge(
+        state.guard,
+        bad_steps,
+        step=state.step + 1,
+        loss=objective["value"] / objective["count"],
+        grad_norm=get_sharded_global_norm(gradients)[0],
+        axis_names=axis_names,
+    )
+    new_state = _applied(verdict, new_state, state, bad_steps.policy).replace(guard=guard)
+    new_metrics = update_metrics(metrics, step_metrics, logging.default_modes)
+    if metrics is not None:
+        # A run that stops shows what stopped it; one that goes on leaves the step out of its averages.
+        is_shown = verdict.is_applied | verdict.is_bad if bad_steps.policy == "stop" else verdict.is_applied
+        new_metrics = select(is_shown, new_metrics, metrics)
+    return new_state, update_metrics(new_metrics, {BAD_STEPS: {"value": guard.num_bad, "log_modes": ["single"]}})
 
 
 def eval_step(
@@ -124,26 +152,66 @@ def eval_step(
     Returns:
         The new metrics.
     """
-    batch = _gather_rows(batch, axis_names)
+    batch = gather_rows(batch, axis_names)
     whole = _measure(batch, count_targets, axis_names, num_minibatches=1)
-    loss = with_accepted(loss_function, train=False, mutable_variables=state.mutable_variables, whole=whole)
+    loss = _reporting(with_accepted(loss_function, train=False, mutable_variables=state.mutable_variables, whole=whole))
     _, (step_metrics, _) = loss(state.params, state.apply_fn, batch, jax.random.PRNGKey(seed))
+    del step_metrics[OBJECTIVE]
     return update_metrics(metrics, reduce_step_metrics(step_metrics, axis_names), EVALUATION_LOG_MODES)
 
 
-def with_accepted(function: Callable, **arguments: Any) -> Callable:
-    """Bind those of the arguments that a function has parameters for."""
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    accepted = {name: value for name, value in arguments.items() if takes_all or name in names}
-    return lambda *positional: function(*positional, **accepted)
+def _reporting(loss_function: Callable) -> Callable:
+    """Add what a loss function returns to its metrics, and say what is wrong with it."""
+
+    def report(*arguments):
+        result = loss_function(*arguments)
+        try:
+            loss, (metrics, variables) = result
+            shape = jnp.shape(loss)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "The loss function has to return (loss, (metrics, mutable_variables)), with `None` where there are no "
+                f"variables. It returned {describe(result)}."
+            ) from error
+        if shape:
+            raise ValueError(f"The loss function returned a loss of shape {shape}: it has to be one number, a mean.")
+        if not isinstance(metrics, Mapping):
+            raise ValueError(f"The loss function returned {describe(metrics)} as metrics: a dictionary is needed.")
+        for name, metric in metrics.items():
+            _check_metric(name, metric)
+        return loss, ({**metrics, OBJECTIVE: {"value": loss, "count": 1, "log_modes": ["mean"]}}, variables)
+
+    return report
 
 
-def _gather_rows(batch: Batch, axis_names: Sequence[str]) -> Batch:
-    """Give all devices that differ only in the pipeline and model axes the rows of all of them."""
-    shared = tuple(axis for axis in axis_names[2:] if axis_size(axis) > 1)
-    return jax.tree.map(lambda x: lax.all_gather(x, shared, axis=0, tiled=True), batch) if shared else batch
+def _check_metric(name: str, metric: Any) -> None:
+    parts: Mapping[str, Any] = metric if isinstance(metric, Mapping) else {"value": metric}
+    value, modes = parts.get("value", 0), parts.get("log_modes", ())
+    if jnp.shape(value) and not any("noreduce" in mode for mode in modes):
+        raise ValueError(
+            f"Metric {name!r} has shape {jnp.shape(value)}, but has to be one number: sum it, and give the number of "
+            "items as its count. Only the log modes `single_noreduce` and `single_noreduce_wcount` keep arrays."
+        )
+
+
+def _norm_metrics(gradients: PyTree, params: PyTree, logging: StepLogging) -> dict[str, Any]:
+    metrics = {}
+    if logging.grad_norm:
+        metrics |= get_grad_norms(gradients, logging.grad_norm_per_param)
+        clipped = gradients
+        if logging.clip is not None:
+            clipped, _ = logging.clip.update(gradients, logging.clip.init(params))
+        metrics["grad_norm_clipped"] = get_sharded_global_norm(clipped)[0]
+    if logging.param_norm:
+        norms = get_param_norms(params, logging.param_norm_per_param)
+        metrics |= {name: {"value": norm, "log_modes": ["mean_nopostfix"]} for name, norm in norms.items()}
+    return metrics
+
+
+def _applied(verdict: Verdict, new: TrainState, old: TrainState, policy: BadStepPolicy) -> TrainState:
+    """Choose the state after a step: a step that is skipped counts, one of a run that is to stop does not."""
+    kept = old.replace(step=new.step, rng=new.rng) if policy == "skip" else old
+    return select(verdict.is_applied, new, kept)
 
 
 def _measure(batch: Batch, count_targets: Callable, axis_names: Sequence[str], num_minibatches: int) -> Whole:

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from xlstm_jax.configs import ConfigDict
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.trainer.data_module import DataloaderModule
 
 
@@ -25,6 +26,12 @@ class CallbackConfig(ConfigDict):
         """Build the callback that this config describes."""
         raise NotImplementedError(f"{type(self).__name__} has no `create`, which builds its callback.")
 
+    def _check_runs_in_all_processes(self) -> None:
+        if self.main_process_only:
+            raise ConfigError(
+                f"{type(self).__name__} has main_process_only=True, but all processes have to take part: leave it out."
+            )
+
 
 class Callback:
     """Acts at certain points of a training run.
@@ -36,7 +43,13 @@ class Callback:
         config: When to run.
         trainer: The trainer, with its state, its logger and all else.
         data_module: The data of the run, if it is known already.
+
+    Attributes:
+        saves_state: Whether the callback saves the state of the others. It then runs after them, so that it saves what
+            they have become, but before them where a validation starts, which may fail.
     """
+
+    saves_state: bool = False
 
     def __init__(self, config: CallbackConfig, trainer: Any, data_module: DataloaderModule | None = None):
         self.config = config
@@ -54,6 +67,9 @@ class Callback:
 
     def on_training_end(self) -> None:
         """Run after the last step."""
+
+    def on_training_interrupted(self, epoch_idx: int, step_idx: int) -> None:
+        """Run after the step in which a signal asked the run to stop."""
 
     def on_training_epoch_start(self, epoch_idx: int) -> None:
         """Run before each epoch; epochs count from 1."""
@@ -106,7 +122,24 @@ class Callback:
         self.data_module = data_module
 
     def finalize(self, status: str | None = None) -> None:
-        """Run once the run has ended; `status` is `success`, `nan` or `error`."""
+        """Run once the run has ended; `status` is `success`, `nan`, `interrupted` or `error`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this callback, as JSON can hold it."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned when a checkpoint was written; empty if it kept nothing."""
+
+    def arrays(self) -> dict[str, PyTree]:
+        """Return trees of arrays that a checkpoint keeps of this callback, each under a name of its own.
+
+        They also tell how to read such arrays back: their shapes, dtypes and shardings.
+        """
+        return {}
+
+    def load_arrays(self, arrays: Mapping[str, PyTree]) -> None:
+        """Go on from the arrays of a checkpoint, once the trainer has its state; empty if it kept none."""
 
     def _is_due_on_epoch(self, epoch_idx: int) -> bool:
         return self._active_on_epochs and epoch_idx % self._every_n_epochs == 0

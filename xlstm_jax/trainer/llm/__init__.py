@@ -1,1 +1,1 @@
-"""Language models: their loss, and what a trainer needs beyond it."""
+"""Language models: their loss, their trainer, and what a trainer needs beyond it."""

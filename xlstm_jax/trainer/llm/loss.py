@@ -92,12 +92,23 @@ def takes_targets(apply_fn: Callable) -> bool:
     return model is not None and "targets" in inspect.signature(type(model).__call__).parameters
 
 
-def add_perplexities(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Add the perplexity of each loss: `dclm_loss` gets `dclm_perplexity` beside it, `loss_mean` `perplexity_mean`."""
-    names = {name: LOSS.match(name) for name in metrics}
-    return metrics | {
-        f"{found[1]}perplexity{found[2]}": _perplexity(metrics[name]) for name, found in names.items() if found
-    }
+def add_perplexities(metrics: dict[str, Any], bytes_per_token: float | None = None) -> dict[str, Any]:
+    """Add the perplexity of each loss: `dclm_loss` gets `dclm_perplexity` beside it, `loss_mean` `perplexity_mean`.
+
+    Args:
+        metrics: The metrics on the host.
+        bytes_per_token: The mean bytes of a token; with it, each loss gets `bits_per_byte` in the same way.
+
+    Returns:
+        The metrics with these beside them.
+    """
+    added = {}
+    for name, loss in metrics.items():
+        if found := LOSS.match(name):
+            added[f"{found[1]}perplexity{found[2]}"] = _perplexity(loss)
+            if bytes_per_token is not None:
+                added[f"{found[1]}bits_per_byte{found[2]}"] = loss / math.log(2) / bytes_per_token
+    return metrics | added
 
 
 def _perplexity(loss: float) -> float:

@@ -1,9 +1,11 @@
 """The logger of a run: from metrics on the device to rows in the tools that keep them."""
 
+import contextlib
 import dataclasses
 import logging
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +59,14 @@ class LoggerTool:
     def setup(self) -> None:
         """Get ready for a training run. Configs and metrics may come before it, and runs one after the other."""
 
+    def drop_after(self, step: int) -> None:
+        """Forget what was logged after `step`, as the run goes on from there and logs those steps again."""
+
     def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
         """Keep the metrics of a step. Scalars are Python's, others are NumPy arrays or tuples of them."""
 
     def finalize(self, status: str) -> None:
-        """Write what is not yet written; `status` is `success`, `nan` or `error`."""
+        """Write what is not yet written; `status` is `success`, `nan`, `interrupted` or `error`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +80,12 @@ class Logger:
     """Turns the metrics of a run into numbers every few steps and hands them to all tools.
 
     A validation within a training epoch is an epoch of its own: its mode holds until it ends. All processes fetch
-    metrics and look for NaNs, so that all come to the same decisions; the tools run in the first process only.
+    metrics and look for NaNs, so that all come to the same decisions; the tools run in the first process only. A tool
+    that fails, of a full disk or a lost connection, does not end the run: a warning says so, once for each kind of
+    error and tool.
 
     Args:
-        config: How often to log, and where to.
+        config: How often to log, and where to; with `None`, steps are never logged and messages are left as they are.
         metric_postprocess_fn: Returns the metrics to log from those on the host, such as a perplexity beside each loss.
 
     Attributes:
@@ -86,17 +93,24 @@ class Logger:
         log_tools: The tools, none in processes other than the first.
         found_nans: Whether a metric that `log_step` logged was NaN since training started.
         epoch: The index of the current epoch, or else of the last.
+        monitors: Functions from a row of `log_step` and its step to numbers that are added to the row.
     """
 
-    def __init__(self, config: LoggerConfig, metric_postprocess_fn: Callable[[HostMetrics], HostMetrics] | None = None):
-        self.config = config
+    def __init__(
+        self, config: LoggerConfig | None, metric_postprocess_fn: Callable[[HostMetrics], HostMetrics] | None = None
+    ):
+        is_quiet = config is None
+        self.config = config = LoggerConfig(log_every_n_steps=sys.maxsize) if config is None else config
         self.metric_postprocess_fn = metric_postprocess_fn
         self.log_path = None if config.log_path is None else Path(config.log_path)
         self.found_nans = False
         self.epoch = 0
+        self.monitors: list[Callable[[dict[str, Any], int], Mapping[str, Any]]] = []
         self._open_epochs: list[_Epoch] = []
         self._last_log: tuple[float, int] | None = None
-        setup_logging_multiprocess(self.log_path and self.log_path / f"{config.cmd_logging_name}.log")
+        self._reported: set[tuple[int, type[Exception]]] = set()
+        if not is_quiet:
+            setup_logging_multiprocess(self.log_path and self.log_path / f"{config.cmd_logging_name}.log")
         tools = config.log_tools if jax.process_index() == 0 else []
         self.log_tools = [tool.create(self) for tool in tools]
 
@@ -108,13 +122,29 @@ class Logger:
     def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
         """Hand the config of the run, or its configs by name, to all tools."""
         for tool in self.log_tools:
-            tool.log_config(config)
+            with self._tolerate_errors_of(tool):
+                tool.log_config(config)
 
-    def on_training_start(self) -> None:
-        """Set up all tools and forget the NaNs of earlier runs."""
+    def on_training_start(self, step: int | None = None) -> None:
+        """Set up all tools and forget the NaNs of earlier runs.
+
+        Args:
+            step: The step that training goes on from. The tools that can, drop what an earlier run logged after it;
+                with `None`, they keep all.
+        """
         self.found_nans = False
+        self._reported.clear()
+        if step is not None:
+            self.drop_after(step)
         for tool in self.log_tools:
-            tool.setup()
+            with self._tolerate_errors_of(tool):
+                tool.setup()
+
+    def drop_after(self, step: int) -> None:
+        """Let the tools that can drop what was logged after a step: the run goes on from there."""
+        for tool in self.log_tools:
+            with self._tolerate_errors_of(tool):
+                tool.drop_after(step)
 
     def start_epoch(self, epoch: int, step: int, mode: str = "train") -> None:
         """Begin an epoch, also within another."""
@@ -123,6 +153,10 @@ class Logger:
         self._open_epochs.append(_Epoch(epoch, mode, now))
         self._last_log = (now, step)
         self.epoch = epoch
+
+    def is_due(self, step: int) -> bool:
+        """Check whether the metrics of a step are logged."""
+        return step % self.config.log_every_n_steps == 0
 
     def log_step(self, metrics: Metrics | dict[str, Any], step: int) -> Metrics | dict[str, Any]:
         """Log the metrics if it is time to.
@@ -137,11 +171,13 @@ class Logger:
         Returns:
             The metrics to go on with: set to zero after a log, else as they came.
         """
-        if step % self.config.log_every_n_steps:
+        if not self.is_due(step):
             return metrics
         LOGGER.info("Logging at step %d in epoch %d in mode %s", step, self.epoch, self.mode)
         metrics, host_metrics = get_metrics(metrics, reset_metrics=True)
         host_metrics = {**self._postprocess(host_metrics), "epoch": self.epoch, **self._step_time(step)}
+        for monitor in self.monitors:
+            host_metrics |= monitor(host_metrics, step)
         self._check_for_nans(host_metrics, step)
         self.log_host_metrics(host_metrics, step)
         return metrics
@@ -150,7 +186,8 @@ class Logger:
         """Log numbers that are on the host already, under the current mode unless another is given."""
         host_metrics = {name: _to_host(value) for name, value in host_metrics.items()}
         for tool in self.log_tools:
-            tool.log_metrics(host_metrics, step=step, epoch=self.epoch, mode=mode or self.mode)
+            with self._tolerate_errors_of(tool):
+                tool.log_metrics(host_metrics, step=step, epoch=self.epoch, mode=mode or self.mode)
 
     def end_epoch(
         self, metrics: Metrics | dict[str, Any] | None, step: int
@@ -178,11 +215,25 @@ class Logger:
         return metrics, host_metrics
 
     def finalize(self, status: str) -> None:
-        """End the run: `status` is `success`, `nan` or `error`. Another run may follow."""
+        """End the run: `status` is `success`, `nan`, `interrupted` or `error`. Another run may follow."""
         LOGGER.info("The run ended with status %s.", status)
         self._open_epochs.clear()
         for tool in self.log_tools:
-            tool.finalize(status)
+            with self._tolerate_errors_of(tool):
+                tool.finalize(status)
+
+    @contextlib.contextmanager
+    def _tolerate_errors_of(self, tool: LoggerTool) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            kind = (id(tool), type(error))
+            if kind not in self._reported:
+                self._reported.add(kind)
+                name = type(tool).__name__
+                LOGGER.warning(
+                    "%s failed, and the run goes on. More of this kind is not reported.", name, exc_info=True
+                )
 
     def _postprocess(self, host_metrics: dict[str, Any]) -> dict[str, Any]:
         return self.metric_postprocess_fn(host_metrics) if self.metric_postprocess_fn else host_metrics

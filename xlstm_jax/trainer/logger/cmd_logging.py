@@ -1,7 +1,7 @@
 """Messages of the package on stdout and in a file.
 
-Everything here acts on the logger `xlstm_jax`. The root logger keeps its handlers and its level, and messages still
-reach it. Where it prints them itself, they are not printed twice.
+Everything here acts on the logger `xlstm_jax`. The root logger keeps its handlers and its level. If it has handlers,
+messages still reach it; where it prints them itself, they are not printed twice.
 """
 
 import logging
@@ -100,8 +100,13 @@ def _setup(logfile: str | Path | None, *, rank: str, level: str) -> None:
         handler.setFormatter(logging.Formatter(LOG_FORMAT.format(rank=rank)))
         PACKAGE_LOGGER.addHandler(handler)
     PACKAGE_LOGGER.setLevel(level)
+    if not logging.getLogger().handlers:
+        # The first message of absl, which Orbax uses, gives the root logger a handler. It would print ours too.
+        PACKAGE_LOGGER.propagate = False
 
 
 def _root_prints() -> bool:
     streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
-    return PACKAGE_LOGGER.propagate and any(stream in (sys.stdout, sys.stderr) for stream in streams if stream)
+    # While a live line is drawn, rich puts a proxy in the place of each stream.
+    printed = [sys.stdout, sys.stderr, *(getattr(x, "rich_proxied_file", x) for x in (sys.stdout, sys.stderr))]
+    return PACKAGE_LOGGER.propagate and any(stream in printed for stream in streams if stream)

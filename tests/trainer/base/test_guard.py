@@ -1,0 +1,159 @@
+"""Bad steps are recognised on the device, and the run stops, skips or goes back."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from trainer.runs import TokenLoader, losses, make_trainer, whole_state
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.trainer.base.guard import BadStepConfig
+from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
+from xlstm_jax.trainer.llm.trainer import LLMTrainer
+
+EIGHT = {"dp": 2, "fsdp": 2, "tp": 2}
+BAD_TOKEN = 31
+
+
+class FragileTrainer(LLMTrainer):
+    """A trainer whose loss is NaN on batches of one token, on one device only."""
+
+    spoilt = float("nan")
+
+    def loss_function(self, params, apply_fn, batch, rng, train=True, mutable_variables=None, whole=None):
+        loss, aux = super().loss_function(params, apply_fn, batch, rng, train, mutable_variables, whole)
+        is_bad = (batch.inputs == BAD_TOKEN).all() & (jax.lax.axis_index(("dp", "fsdp")) == 0)
+        return loss * jax.numpy.where(is_bad & train, self.spoilt, 1.0), aux
+
+
+class SpikyTrainer(FragileTrainer):
+    """A trainer whose loss is many times as large on such batches."""
+
+    spoilt = 1e4
+
+
+def poison(*indices):
+    """Return a transform that fills some batches with one token."""
+
+    def transform(batch, index):
+        return dataclasses.replace(batch, inputs=np.full_like(batch.inputs, BAD_TOKEN)) if index in indices else batch
+
+    return transform
+
+
+def train(trainer, *bad_batches, num_steps=6):
+    loader = TokenLoader(trainer.mesh, transform=poison(*bad_batches))
+    trainer.train_model(loader, num_train_steps=num_steps)
+    return loader
+
+
+def params_of(trainer):
+    return {name: value for name, value in whole_state(trainer).items() if name.startswith("['params']")}
+
+
+@pytest.mark.parametrize("sizes", [{}, EIGHT], ids=["one device", "dp2-fsdp2-tp2"])
+def test_a_run_that_stops_keeps_the_state_before_the_bad_step(sizes):
+    trainer = make_trainer(sizes, trainer_class=FragileTrainer, log_every_n_steps=3)
+    train(trainer, 4)
+    good = make_trainer(sizes, trainer_class=FragileTrainer)
+    train(good, num_steps=3)
+    assert int(trainer.state.step) == 3
+    for name, expected in whole_state(good).items():
+        np.testing.assert_array_equal(whole_state(trainer)[name], expected, err_msg=name)
+
+
+def test_a_run_that_stops_says_so(tmp_path):
+    trainer = make_trainer(path=tmp_path, trainer_class=FragileTrainer)
+    results = trainer.train_model(TokenLoader(trainer.mesh, transform=poison(4)), num_train_steps=6)
+    assert results == {}
+    assert "The run ended with status nan." in (tmp_path / "output.log").read_text()
+    assert max(losses(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("sizes", [{}, EIGHT], ids=["one device", "dp2-fsdp2-tp2"])
+def test_a_skipped_step_changes_no_parameter_and_the_run_goes_on(sizes, tmp_path):
+    skip = BadStepConfig(policy="skip")
+    trainer = make_trainer(sizes, path=tmp_path, trainer_class=FragileTrainer, bad_steps=skip)
+    states = []
+    trainer.on_training_step = lambda *arguments: states.append(params_of(trainer))
+    train(trainer, 2, 5)
+    for first, second in ((1, 2), (4, 5)):
+        for name, expected in states[first - 1].items():
+            np.testing.assert_array_equal(states[second - 1][name], expected, err_msg=name)
+    assert any((states[2][name] != states[1][name]).any() for name in states[1])
+    assert int(trainer.state.step) == 6
+    assert int(trainer.state.guard.num_bad) == 2
+    assert np.isfinite(list(losses(tmp_path).values())).all()
+    assert list(losses(tmp_path, "bad_steps").values()) == [0, 1, 1, 1, 2, 2]
+
+
+def test_a_spike_is_bad_after_the_warm_up():
+    options = {"loss_spike_factor": 3.0, "spike_warmup_steps": 3, "policy": "skip"}
+    trainer = make_trainer(trainer_class=SpikyTrainer, bad_steps=BadStepConfig(**options), logger=None)
+    train(trainer, 2, 5)
+    assert int(trainer.state.guard.num_bad) == 1
+
+
+def test_a_spike_of_the_gradient_is_bad():
+    options = {"grad_norm_spike_factor": 10.0, "spike_warmup_steps": 2, "policy": "skip"}
+    trainer = make_trainer(trainer_class=SpikyTrainer, bad_steps=BadStepConfig(**options), logger=None)
+    train(trainer, 4)
+    assert int(trainer.state.guard.num_bad) == 1
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 4])
+def test_a_rollback_gives_the_run_without_the_bad_batch(every_n_steps, tmp_path):
+    trainer = make_trainer(
+        path=tmp_path / "bad",
+        trainer_class=FragileTrainer,
+        bad_steps=BadStepConfig(policy="rollback"),
+        log_every_n_steps=3,
+        callbacks=[ModelCheckpointConfig(every_n_steps=every_n_steps, max_to_keep=None)],
+    )
+    loader = train(trainer, 5, 7, num_steps=8)
+    assert (trainer.num_rollbacks, sorted(trainer.skipped_batches)) == (2, [5, 7])
+    assert loader.index == 10
+
+    good = make_trainer(logger=None, trainer_class=FragileTrainer)
+    batches = TokenLoader(good.mesh)
+    kept = [batch for index, batch in zip(range(1, 11), batches, strict=False) if index not in (5, 7)]
+    good.train_model(iter(kept), num_train_steps=8)
+    for name, expected in whole_state(good).items():
+        np.testing.assert_array_equal(whole_state(trainer)[name], expected, err_msg=name)
+
+
+def test_a_run_that_only_meets_bad_batches_ends(tmp_path):
+    trainer = make_trainer(
+        path=tmp_path,
+        trainer_class=FragileTrainer,
+        bad_steps=BadStepConfig(policy="rollback", max_rollbacks=2),
+        callbacks=[ModelCheckpointConfig(every_n_steps=1)],
+    )
+    with pytest.raises(RuntimeError, match="rolled back 2 times"):
+        train(trainer, *range(3, 20))
+
+
+def test_a_rollback_needs_checkpoints():
+    with pytest.raises(ConfigError, match="ModelCheckpointConfig"):
+        make_trainer(bad_steps=BadStepConfig(policy="rollback"))
+
+
+def test_nothing_is_checked_if_nobody_asks():
+    trainer = make_trainer(trainer_class=FragileTrainer, check_for_nan=False)
+    train(trainer, 2, num_steps=3)
+    assert int(trainer.state.step) == 3
+    assert not all(np.isfinite(value).all() for value in params_of(trainer).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "pray"}, "policy is 'pray': choose from stop, skip, rollback"),
+        ({"loss_spike_factor": 1.0}, "loss_spike_factor is 1.0"),
+        ({"spike_warmup_steps": 0}, "spike_warmup_steps is 0"),
+    ],
+)
+def test_a_bad_config_is_refused(options, message, unchecked_shapes):
+    with pytest.raises(ConfigError, match=message):
+        BadStepConfig(**options)

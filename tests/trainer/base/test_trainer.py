@@ -1,0 +1,361 @@
+"""A trainer trains, validates and tests as documented, and says what is wrong with what it is given."""
+
+import csv
+import dataclasses
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from meshes import make_mesh
+from trainer.runs import (
+    ADAMW,
+    LENGTH,
+    ROWS,
+    SizedTokenLoader,
+    TokenLoader,
+    losses,
+    make_trainer,
+    model_config,
+    whole_state,
+)
+
+from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.dataset.batch import Batch
+from xlstm_jax.distributed.mesh_utils import ParallelConfig
+from xlstm_jax.models.configs import ModelConfig
+from xlstm_jax.trainer import TrainerConfig, TrainerModule
+from xlstm_jax.trainer.callbacks import Callback, CallbackConfig
+from xlstm_jax.trainer.logger import LoggerConfig
+from xlstm_jax.trainer.optimizer import OptimizerConfig
+
+EIGHT = {"dp": 2, "fsdp": 2, "tp": 2}
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class RecorderConfig(CallbackConfig):
+    """Makes a recorder."""
+
+    def create(self, trainer, data_module=None):
+        return Recorder(self, trainer, data_module)
+
+
+class Recorder(Callback):
+    """Writes down which hook was called with which indices."""
+
+    def __init__(self, config, trainer, data_module=None):
+        super().__init__(config, trainer, data_module)
+        self.calls = []
+
+    def on_training_start(self):
+        self.calls.append("training starts")
+
+    def on_training_end(self):
+        self.calls.append("training ends")
+
+    def on_training_epoch_start(self, epoch_idx):
+        self.calls.append(f"epoch {epoch_idx} starts")
+
+    def on_training_epoch_end(self, train_metrics, epoch_idx):
+        self.calls.append(f"epoch {epoch_idx} ends")
+        assert "epoch_time" in train_metrics
+
+    def on_training_step(self, step_metrics, epoch_idx, step_idx):
+        self.calls.append(f"step {step_idx} of epoch {epoch_idx}")
+
+    def on_validation_epoch_start(self, epoch_idx, step_idx):
+        self.calls.append(f"validation at step {step_idx} of epoch {epoch_idx} starts")
+
+    def on_validation_epoch_end(self, eval_metrics, epoch_idx, step_idx):
+        self.calls.append(f"validation at step {step_idx} of epoch {epoch_idx} ends with {sorted(eval_metrics)}")
+
+    def on_test_epoch_start(self, epoch_idx):
+        self.calls.append(f"test of epoch {epoch_idx} starts")
+
+    def on_test_epoch_end(self, test_metrics, epoch_idx):
+        self.calls.append(f"test of epoch {epoch_idx} ends")
+
+    def set_dataset(self, data_module):
+        super().set_dataset(data_module)
+        self.calls.append("data are known")
+
+    def finalize(self, status=None):
+        self.calls.append(f"finalized with {status}")
+
+
+def test_hooks_are_called_in_the_documented_order():
+    trainer = make_trainer(callbacks=[RecorderConfig()], check_val_every_n_steps=2)
+    mesh = trainer.mesh
+    val_loader = SizedTokenLoader(mesh, seed=1, num_batches=2)
+    results = trainer.train_model(
+        TokenLoader(mesh, num_batches=2), val_loader, val_loader, num_epochs=2, steps_per_epoch=2
+    )
+    names = ["accuracy", "epoch_time", "loss", "perplexity"]
+    assert trainer.callbacks[0].calls == [
+        "training starts",
+        "data are known",
+        "epoch 1 starts",
+        "step 1 of epoch 1",
+        "step 2 of epoch 1",
+        "validation at step 2 of epoch 1 starts",
+        f"validation at step 2 of epoch 1 ends with {names}",
+        "epoch 1 ends",
+        "epoch 2 starts",
+        "step 3 of epoch 2",
+        "step 4 of epoch 2",
+        "validation at step 4 of epoch 2 starts",
+        f"validation at step 4 of epoch 2 ends with {names}",
+        "epoch 2 ends",
+        "training ends",
+        "test of epoch 2 starts",
+        "test of epoch 2 ends",
+        "finalized with success",
+    ]
+    assert list(results) == ["val_step_2", "val_epoch_1", "val_step_4", "val_epoch_2", "test"]
+    assert results["val_epoch_2"] is results["val_step_4"]
+    assert results["test"]["loss"] == results["val_step_4"]["loss"]
+
+
+def test_a_run_compiles_each_step_once(tmp_path):
+    trainer = make_trainer(EIGHT, path=tmp_path, check_val_every_n_steps=2, log_every_n_steps=2)
+    loaders = TokenLoader(trainer.mesh), SizedTokenLoader(trainer.mesh, seed=1, num_batches=2)
+    trainer.train_model(*loaders, num_train_steps=5)
+    trainer.train_model(*loaders, num_train_steps=7)
+    assert (trainer.train_step._cache_size(), trainer.eval_step._cache_size()) == (1, 1)
+    assert sorted(losses(tmp_path)) == [2, 4, 6]
+
+
+def test_a_step_overwrites_its_state(tmp_path):
+    trainer = make_trainer(EIGHT)
+    batch = next(TokenLoader(trainer.mesh))
+    program = trainer.train_step.lower(trainer.state, batch, trainer.init_train_metrics()).compile()
+    memory = program.memory_analysis()
+    state_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(trainer.state))
+    assert memory.alias_size_in_bytes >= state_bytes
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 0.05 * state_bytes
+
+
+def test_a_state_that_is_not_donated_stays():
+    trainer = make_trainer(donate_train_state=False)
+    before = trainer.state
+    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=1)
+    assert int(before.step) == 0
+    assert not any(x.is_deleted() for x in jax.tree.leaves(before))
+
+
+def test_steps_that_do_not_log_fetch_nothing(monkeypatch):
+    fetched = []
+    array_class = type(jnp.zeros(()))
+    value = array_class._value
+    monkeypatch.setattr(array_class, "_value", property(lambda x: fetched.append(x.shape) or value.fget(x)))
+    trainer = make_trainer(log_every_n_steps=100)
+    loader = TokenLoader(trainer.mesh)
+    trainer.train_model(loader, num_train_steps=2)
+    fetched.clear()
+    assert int(trainer.state.step) == 2
+    assert fetched  # This is how a fetch would show.
+    before = len(fetched)
+    trainer.train_model(loader, num_train_steps=12)
+    assert len(fetched) - before <= 2  # Where the run starts from, not what its steps gave.
+
+
+def test_every_row_of_a_run_has_the_documented_metrics(tmp_path):
+    trainer = make_trainer(path=tmp_path, bytes_per_token=1.0)
+    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=3)
+    with (tmp_path / "file_logs/metrics_train.csv").open() as file:
+        row = list(csv.DictReader(file))[2]
+    numbers = {name: float(value) for name, value in row.items() if value}
+    assert numbers["tokens_seen"] == 3 * ROWS * LENGTH
+    np.testing.assert_allclose(numbers["tokens_per_second"] * numbers["step_time"], ROWS * LENGTH, rtol=1e-6)
+    np.testing.assert_allclose(numbers["perplexity_mean"], np.exp(numbers["loss_mean"]), rtol=1e-6)
+    np.testing.assert_allclose(numbers["bits_per_byte_mean"], numbers["loss_mean"] / np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(numbers["lr"], float(trainer.lr_scheduler(2)), rtol=1e-6)
+    assert numbers["grad_norm_clipped_mean"] <= min(numbers["grad_norm_mean"], ADAMW.grad_clip_norm) * (1 + 1e-6)
+    assert numbers["bad_steps"] == 0
+    for name in ("accuracy_mean", "data_wait_time", "compile_time", "mfu", "device_memory_gib", "param_norm"):
+        assert numbers[name] >= 0, name
+    shares = [numbers[name] for name in numbers if name == "goodput" or name.startswith("lost_")]
+    np.testing.assert_allclose(sum(shares), 1, rtol=1e-6)
+    assert len(shares) == 6
+
+
+def test_a_run_is_described(tmp_path):
+    trainer = make_trainer(EIGHT, path=tmp_path)
+    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=1)
+    rows = {
+        mode: json.loads((tmp_path / f"file_logs/metrics_{mode}.jsonl").read_text())
+        for mode in ("model", "dataset", "parallel")
+    }
+    assert rows["model"]["num_params"] == trainer.get_num_params()
+    assert (rows["dataset"]["global_batch_size"], rows["dataset"]["local_batch_size"]) == (ROWS, ROWS // 4)
+    assert rows["dataset"]["num_train_steps"] == 1
+    assert (rows["parallel"]["model_axis_size"], rows["parallel"]["num_devices"]) == (2, 8)
+    assert (tmp_path / "output.log").read_text().count("Total number of global parameters") == 1
+
+
+def test_sets_of_validation_have_names():
+    trainer = make_trainer(logger=None)
+    loaders = {name: SizedTokenLoader(trainer.mesh, seed=seed, num_batches=2) for seed, name in enumerate("ab")}
+    metrics = trainer.eval_model(loaders, mode="val", epoch_idx=1)
+    for name, loader in loaders.items():
+        alone = trainer.eval_model(loader, mode="val", epoch_idx=1)
+        assert metrics[f"{name}_loss"] == alone["loss"]
+        assert metrics[f"{name}_perplexity"] == alone["perplexity"]
+
+
+def test_validation_may_be_absent(caplog):
+    trainer = make_trainer(logger=None)
+    with caplog.at_level("INFO", logger="xlstm_jax"):
+        assert trainer.train_model(TokenLoader(trainer.mesh), None, num_train_steps=1) == {}
+    assert "no validation" in caplog.text
+
+
+def test_a_run_goes_on_where_it_ended():
+    whole, split = (make_trainer(logger=None) for _ in range(2))
+    whole.train_model(TokenLoader(whole.mesh), num_train_steps=4)
+    loader = TokenLoader(split.mesh)
+    split.train_model(loader, num_train_steps=2)
+    split.train_model(loader, num_train_steps=4)
+    for name, expected in whole_state(whole).items():
+        np.testing.assert_array_equal(whole_state(split)[name], expected, err_msg=name)
+
+
+def test_a_callback_can_end_a_run():
+    trainer = make_trainer(callbacks=[RecorderConfig()], logger=None)
+    trainer.callbacks[0].on_training_step = lambda metrics, epoch, step: setattr(trainer, "should_stop", step == 3)
+    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=10)
+    assert trainer.global_step == 3
+    assert trainer.callbacks[0].calls[-2:] == ["training ends", "finalized with success"]
+
+
+def test_an_error_in_a_callback_is_passed_on_after_finalizing():
+    trainer = make_trainer(callbacks=[RecorderConfig()], logger=None)
+
+    def fail(metrics, epoch, step):
+        raise RuntimeError("broken")
+
+    trainer.callbacks[0].on_training_step = fail
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=10)
+    assert trainer.callbacks[0].calls[-1] == "finalized with error"
+
+
+class Regression(nn.Module):
+    """A layer with dropout before it."""
+
+    config: ConfigDict
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        return nn.Dense(1, name="layer")(x)
+
+
+class RegressionTrainer(TrainerModule):
+    """A trainer as users write it."""
+
+    def loss_function(self, params, apply_fn, batch, rng, train=True):
+        prediction = apply_fn({"params": params}, batch.inputs, train=train, rngs={"dropout": rng})
+        loss = jnp.mean(jnp.square(prediction - batch.targets))
+        return loss, ({"loss": loss, "train": {"value": float(train), "count": 1}}, None)
+
+
+def make_regression(trainer_class=RegressionTrainer, sizes=None, **options):
+    parallel = ParallelConfig()
+    batch = Batch(inputs=jax.ShapeDtypeStruct((8, 4), jnp.float32), targets=jax.ShapeDtypeStruct((8, 1), jnp.float32))
+    return trainer_class(
+        TrainerConfig(logger=None, enable_progress_bar=False, **options),
+        ModelConfig(model_class=Regression, parallel=parallel),
+        OptimizerConfig(name="sgd"),
+        batch,
+        mesh=make_mesh(**(sizes or {"dp": 8})),
+    )
+
+
+REGRESSION_BATCHES = [Batch(inputs=jnp.ones((8, 4)), targets=jnp.full((8, 1), float(i))) for i in range(3)]
+
+
+def test_a_trainer_with_nothing_but_a_loss_function_trains():
+    trainer = make_regression()
+    results = trainer.train_model(REGRESSION_BATCHES, REGRESSION_BATCHES, num_epochs=2)
+    assert trainer.global_step == 6
+    assert results["val_epoch_2"]["train"] == 0.0  # Dropout and the like are off in validation.
+
+
+def test_a_run_without_compilation_gives_the_same_numbers():
+    states = []
+    for debug in (False, True):
+        trainer = make_regression(debug=debug, sizes={"dp": 2})
+        trainer.train_model(REGRESSION_BATCHES, num_train_steps=2)
+        states.append(whole_state(trainer))
+    for name, expected in states[0].items():
+        np.testing.assert_allclose(states[1][name], expected, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda loss: loss, r"has to return \(loss, \(metrics, mutable_variables\)\).*an array of shape \(\)"),
+        (lambda loss: (loss, {"loss": loss}), "has to return"),
+        (lambda loss: (jnp.ones(3) * loss, ({}, None)), r"a loss of shape \(3,\): it has to be one number"),
+        (lambda loss: (loss, ([], None)), "as metrics: a dictionary is needed"),
+        (lambda loss: (loss, ({"each": jnp.ones(3)}, None)), r"Metric 'each' has shape \(3,\).*give the number"),
+    ],
+    ids=["no pair", "no variables", "many losses", "no dictionary", "an array as a metric"],
+)
+def test_a_loss_function_with_a_wrong_result_is_explained(result, message):
+    class Broken(RegressionTrainer):
+        def loss_function(self, params, apply_fn, batch, rng, train=True):
+            loss, _ = super().loss_function(params, apply_fn, batch, rng, train)
+            return result(loss)
+
+    with pytest.raises(ValueError, match=message):
+        make_regression(Broken).train_model(REGRESSION_BATCHES, num_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"val_loader": [], "num_epochs": 1}, "'val' for validation is empty.*Pass None"),
+        ({"val_loader": {"a": []}, "num_epochs": 1}, "'a' for validation is empty"),
+        ({}, "give exactly one of them"),
+        ({"num_epochs": 1, "num_train_steps": 1}, "give exactly one of them"),
+        ({"num_epochs": 0}, "would take 0 steps"),
+        ({"train_loader": [], "num_train_steps": 1}, "The train loader is empty"),
+        ({"train_loader": iter([]), "num_train_steps": 1}, "gave no batch in a whole epoch"),
+        ({"train_loader": iter([]), "num_epochs": 1}, "pass steps_per_epoch"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_data_that_a_run_cannot_use_are_named(arguments, message):
+    trainer = make_regression()
+    with pytest.raises(ValueError, match=message):
+        trainer.train_model(**{"train_loader": REGRESSION_BATCHES, **arguments})
+
+
+def test_a_batch_that_cannot_be_split_is_refused():
+    with pytest.raises(ValueError, match="12 rows cannot be split over 8 devices"):
+        make_trainer({"dp": 8}, rows=12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulate_steps": 0}, "gradient_accumulate_steps is 0"),
+        ({"default_train_log_modes": ["median"]}, "default_train_log_modes has 'median'"),
+    ],
+)
+def test_a_bad_config_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainerConfig(**options)
+
+
+def test_configs_are_left_as_they_were(tmp_path):
+    logger = LoggerConfig(log_path=tmp_path)
+    config, model = TrainerConfig(logger=logger), model_config()
+    before = config.to_dict(), model.to_dict(), ADAMW.to_dict()
+    make_trainer(logger=logger, model=model)
+    assert (config.to_dict(), model.to_dict(), ADAMW.to_dict()) == before
+    assert logger.log_tools == []

@@ -1,0 +1,1 @@
+"""Write training runs to disk and read them back, on any mesh."""

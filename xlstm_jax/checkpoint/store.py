@@ -1,0 +1,323 @@
+"""A folder of checkpoints: each is written as a whole or not at all, and holds all that a run needs to go on."""
+
+import concurrent.futures
+import contextlib
+import datetime
+import json
+import logging
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+from jax.experimental import multihost_utils
+
+from xlstm_jax.checkpoint import layout
+from xlstm_jax.checkpoint.files import absolute, delete_checkpoint, write_atomically
+from xlstm_jax.checkpoint.items import check_fit, restore_args, save_args, stored_shapes
+from xlstm_jax.checkpoint.metadata import VERSION
+from xlstm_jax.checkpoint.orbax import ocp
+from xlstm_jax.checkpoint.retention import Retention
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.utils.pytree_utils import delete_arrays_in_pytree
+
+LOGGER = logging.getLogger(__name__)
+
+PREFIX = "checkpoint"
+
+
+class CheckpointNotFoundError(FileNotFoundError, ValueError):
+    """There is no checkpoint, or not the one that was asked for."""
+
+
+class CheckpointStore:
+    """The checkpoints of a run in a folder, `checkpoint_<step>` each.
+
+    A checkpoint holds trees of arrays and documents by name: the parts of the train state, `metadata` with the configs,
+    `data` with where the data loaders stand, and `metrics`, which may come later. Arrays are stored without regard to
+    the mesh and to how a model runs its blocks, see `checkpoint.layout`. With several processes, all of them call all
+    methods. A store can be used again after `close`.
+
+    Args:
+        folder: The folder, local or on Google Cloud Storage (`gs://bucket/folder`).
+        retention: Which checkpoints to keep.
+        use_async: Whether `save` returns once the arrays are copied, and writes them while training goes on.
+        read_only: Whether to leave the folder as it is, as somebody else may be writing to it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *,
+        retention: Retention | None = None,
+        use_async: bool = True,
+        read_only: bool = False,
+    ):
+        self.folder = absolute(folder)
+        self.retention = retention or Retention()
+        self.use_async = use_async
+        self.read_only = read_only
+        self._opened: ocp.CheckpointManager | None = None
+        self._metrics: dict[int, dict[str, Any]] = {}  # of all checkpoints, from the oldest to the newest
+        self._last_number = 0
+        self._unfinished: int | None = None
+
+    def steps(self) -> list[int]:
+        """Return the steps of all whole checkpoints."""
+        self.wait()
+        return sorted(self._metrics)
+
+    def latest(self) -> int | None:
+        """Return the step of the checkpoint that was written last; `None` if there is none."""
+        self.wait()
+        return next(reversed(self._metrics), None)
+
+    def best(self) -> int | None:
+        """Return the step of the best checkpoint; `None` if none has the monitored metric.
+
+        Without a metric of its own, a store goes by what the run that wrote the last checkpoint monitored. Where that
+        is nothing, the last one is the best.
+        """
+        retention, latest = self.retention, self.latest()
+        if retention.monitor is None and latest is not None:
+            metadata = self.read_metadata(latest)
+            retention = Retention(monitor=metadata.get("monitor"), mode=metadata.get("mode", "min"))
+        return latest if retention.monitor is None else retention.best(self._metrics)
+
+    def resolve(self, step: int = -1, *, best: bool = False) -> int:
+        """Return a step that has a checkpoint.
+
+        Args:
+            step: The step; below 0, that of the checkpoint that was written last.
+            best: Whether to take that of the best checkpoint instead.
+
+        Raises:
+            CheckpointNotFoundError: If there is no such checkpoint.
+        """
+        if not self.steps():
+            raise CheckpointNotFoundError(f"There is no checkpoint in {self.folder}.")
+        found = self.best() if best else step if step >= 0 else self.latest()
+        if found is None:
+            raise CheckpointNotFoundError(
+                f"No checkpoint in {self.folder} has the monitored metric, so none is the best: load the latest one or "
+                f"one of the steps {self.steps()}."
+            )
+        if found not in self._metrics:
+            raise CheckpointNotFoundError(
+                f"There is no checkpoint of step {found} in {self.folder}, only of the steps {self.steps()}."
+            )
+        return found
+
+    def path(self, step: int) -> epath.Path:
+        """Return the folder of a checkpoint."""
+        return self.folder / f"{PREFIX}_{step}"
+
+    def contents(self, step: int) -> set[str]:
+        """Return the names of all arrays and documents in a checkpoint."""
+        return {path.name for path in self._existing(step).iterdir() if path.is_dir()}
+
+    def save(self, step: int, arrays: Mapping[str, PyTree], documents: Mapping[str, Any]) -> None:
+        """Write a checkpoint; one of the same step is replaced.
+
+        Args:
+            step: The step.
+            arrays: Trees of arrays by name, `params` among them. Those without arrays are left out.
+            documents: What to write as JSON by name, `metadata` among them.
+        """
+        assert not self.read_only
+        self.wait()
+        if step in self._metrics:
+            LOGGER.warning("Replacing %s: it is from before this run came to this step.", self.path(step))
+            self._delete([step])
+        self._last_number += 1
+        metadata = {
+            "version": VERSION,
+            "number": self._last_number,
+            "saved_at": datetime.datetime.now(datetime.UTC).isoformat(),
+            "random_keys": _random_keys(layout.describe(dict(arrays))),
+            "monitor": self.retention.monitor,
+            "mode": self.retention.mode,
+            **documents["metadata"],
+        }
+        stacks = layout.find_stacks(arrays["params"])
+        written = {name: ocp.args.JsonSave(content) for name, content in {**documents, "metadata": metadata}.items()}
+        written |= {
+            name: save_args(layout.to_canonical(tree, stacks)) for name, tree in arrays.items() if jax.tree.leaves(tree)
+        }
+        self._manager().save(step, args=ocp.args.Composite(**written), force=True)
+        self._unfinished = step
+        if not self.use_async:
+            self.wait()
+
+    def save_document(self, step: int, name: str, content: Mapping[str, Any]) -> None:
+        """Add a document to a checkpoint, or replace it there."""
+        file = _file(self._existing(step), name)
+        if jax.process_index() == 0:
+            write_atomically(file, json.dumps(content))
+        _wait_for_all_processes(f"{file} is written")
+
+    def save_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to a checkpoint, and drop checkpoints by what they say."""
+        self.save_document(step, "metrics", metrics)
+        self._metrics[step] = dict(metrics)
+        self._drop_old()
+
+    def read_metadata(self, step: int) -> dict[str, Any]:
+        """Read the configs of the run that wrote a checkpoint, and what else is said about it."""
+        metadata = self.read_document(step, "metadata")
+        if metadata.get("version", VERSION) > VERSION:
+            raise ValueError(
+                f"{self.path(step)} has version {metadata['version']} of the layout of checkpoints, and this xlstm_jax "
+                f"reads versions up to {VERSION}: update it."
+            )
+        return metadata
+
+    def read_document(self, step: int, name: str) -> dict[str, Any]:
+        """Read a document; empty if the checkpoint has none of this name."""
+        file = _file(self._existing(step), name)
+        with self._reading(step):
+            return json.loads(file.read_text()) if file.exists() else {}
+
+    def restore(self, step: int, like: Mapping[str, PyTree], *, free: Collection[str] = ()) -> dict[str, PyTree]:
+        """Read arrays.
+
+        Args:
+            step: The step of the checkpoint.
+            like: Live trees of the same shapes by name, `params` among them, from which come types, boxes, dtypes, and
+                shardings on any mesh. Instead of arrays they may hold `jax.ShapeDtypeStruct`; without a sharding, the
+                result is a NumPy array.
+            free: The names of the trees whose live arrays are deleted before reading, so that there is room.
+
+        Returns:
+            The trees, with the values of the checkpoint.
+        """
+        path = self._existing(step)
+        targets = {name: layout.describe(tree) for name, tree in like.items() if jax.tree.leaves(tree)}
+        stacks = layout.find_stacks(targets["params"])
+        wanted = {name: layout.canonical_targets(tree, stacks) for name, tree in targets.items()}
+        _check_random_keys(path, self.read_metadata(step).get("random_keys", {}), _random_keys(targets))
+        for name, tree in wanted.items():
+            if name not in self.contents(step):
+                raise ValueError(f"{path} holds no {name}, only {', '.join(sorted(self.contents(step)))}.")
+            if isinstance(tree, dict):
+                with self._reading(step):
+                    stored = stored_shapes(path, name)
+                check_fit(path, name, stored, tree)
+        delete_arrays_in_pytree([like[name] for name in free])
+        arguments = {name: restore_args(tree) for name, tree in wanted.items()}
+        with self._reading(step):
+            stored = self._manager().restore(step, args=ocp.args.Composite(**arguments))
+        return {name: layout.from_canonical(stored[name], tree, stacks) for name, tree in targets.items()}
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written; then drop those that are not to be kept."""
+        manager = self._manager()
+        step, self._unfinished = self._unfinished, None
+        if step is None:
+            return
+        try:
+            manager.wait_until_finished()
+        except Exception as error:
+            last = next(reversed(self._metrics), None)
+            raise RuntimeError(
+                f"{self.path(step)} could not be written ({error}); the last whole one is of step {last}."
+            ) from error
+        self._metrics[step] = {}
+        self._drop_old()
+
+    def close(self) -> None:
+        """Wait until all is written, and end the threads that write."""
+        if self._opened is None:
+            return
+        try:
+            self.wait()
+        finally:
+            self._opened.close()
+            self._opened = None
+
+    def _manager(self) -> ocp.CheckpointManager:
+        if self._opened is None:
+            options = ocp.CheckpointManagerOptions(
+                step_prefix=PREFIX,
+                create=not self.read_only,
+                cleanup_tmp_directories=not self.read_only,
+                enable_async_checkpointing=self.use_async,
+                save_root_metadata=False,
+            )
+            try:
+                self._opened = ocp.CheckpointManager(self.folder, options=options)
+            except ImportError as error:
+                raise ImportError(
+                    f"{self.folder} needs a package that is not installed: {error}. For Google Cloud Storage, install "
+                    "gcsfs and google-cloud-storage."
+                ) from error
+            self._load(self._opened.all_steps())
+        return self._opened
+
+    def _load(self, steps: Sequence[int]) -> None:
+        """Learn in which order checkpoints were written, and their metrics."""
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            numbers = list(threads.map(lambda step: self._peek(step, "metadata").get("number", 0), steps))
+            metrics = list(threads.map(lambda step: self._peek(step, "metrics"), steps))
+        in_order = sorted(zip(numbers, steps, metrics, strict=True), key=lambda found: found[:2])
+        self._metrics = {step: found for _, step, found in in_order}
+        self._last_number = max(numbers, default=0)
+
+    def _peek(self, step: int, document: str) -> dict[str, Any]:
+        """Read a document; one that is missing or damaged is no reason to fail before it is asked for."""
+        try:
+            return json.loads(_file(self.path(step), document).read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def _existing(self, step: int) -> epath.Path:
+        return self.path(self.resolve(step))
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            others = [other for other in self._metrics if other != step]
+            raise ValueError(
+                f"{self.path(step)} could not be read ({error}). If a file in it is damaged, load another step; there "
+                f"are {others}."
+            ) from error
+
+    def _drop_old(self) -> None:
+        if dropped := self.retention.dropped(list(self._metrics), self._metrics):
+            self._delete(dropped)
+
+    def _delete(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            del self._metrics[step]
+            if jax.process_index() == 0:
+                delete_checkpoint(self.path(step))
+        _wait_for_all_processes(f"{self.folder} has lost {steps}")
+        self._manager().reload()
+
+
+def _file(checkpoint: epath.Path, document: str) -> epath.Path:
+    """Return the file of a document, where Orbax has it too."""
+    return checkpoint / document / ("metrics" if document == "metrics" else "metadata")
+
+
+def _wait_for_all_processes(reason: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(reason)
+
+
+def _random_keys(targets: Mapping[str, PyTree]) -> dict[str, str]:
+    """Return the kinds of all random keys by name."""
+    named = layout.named_leaves(dict(targets))
+    return {".".join(path): target.key_kind for path, target in named if target.key_kind is not None}
+
+
+def _check_random_keys(checkpoint: epath.Path, stored: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    for name, kind in wanted.items():
+        if stored.get(name, kind) != kind:
+            raise ValueError(
+                f"{name} in {checkpoint} is a random key of the kind {stored[name]}, here it is {kind}: set "
+                f"jax.config.update('jax_default_prng_impl', {stored[name]!r}) before the trainer is created."
+            )

@@ -1,0 +1,133 @@
+"""Where the wall time of a run goes, restarts included."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+USEFUL = "step"
+"""The activity that a run is for: all time that no other activity claims."""
+ACTIVITIES = ("compile", "data", "checkpoint", "evaluation", "restart")
+HEARTBEAT_SECONDS = 1.0
+
+
+@dataclasses.dataclass
+class Span:
+    """A stretch of time; its activity may be changed until it ends."""
+
+    activity: str
+    seconds: float = 0.0
+
+
+class Clock:
+    """Divides the time of a run between activities, each second counted once.
+
+    Until it is started, and after it is stopped, only activities count.
+
+    Args:
+        now: Tells the time in seconds.
+
+    Attributes:
+        id: Tells this clock from those of other starts of the run.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self.id = uuid.uuid4().hex
+        self._now = now
+        self._seconds: dict[str, float] = {name: 0.0 for name in (USEFUL, *ACTIVITIES)}  # noqa: C420 - typed as str
+        self._open = [Span(USEFUL)]
+        self._last = now()
+        self._is_running = False
+
+    @contextlib.contextmanager
+    def measure(self, activity: str) -> Iterator[Span]:
+        """Count the time of a block for an activity; blocks within it count for themselves."""
+        self._charge()
+        self._open.append(span := Span(activity))
+        try:
+            yield span
+        finally:
+            self._charge()
+            self._open.pop()
+            self._seconds[span.activity] = self._seconds.get(span.activity, 0.0) + span.seconds
+
+    def start(self) -> None:
+        """Count time that no activity claims as useful from now on."""
+        self._charge()
+        self._is_running = True
+
+    def stop(self) -> None:
+        """No longer do so."""
+        self._charge()
+        self._is_running = False
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each activity that has ended, and of useful steps."""
+        self._charge()
+        return self._seconds | {USEFUL: self._seconds[USEFUL] + self._open[0].seconds}
+
+    @property
+    def elapsed(self) -> float:
+        """The seconds of all activities."""
+        return sum(self.seconds.values())
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of useful steps as `goodput`, and that of each other activity as `lost_<activity>`."""
+        seconds = self.seconds
+        total = sum(seconds.values()) or 1.0
+        lost = {f"lost_{name}": value / total for name, value in seconds.items() if name != USEFUL}
+        return {"goodput": seconds[USEFUL] / total, **lost}
+
+    def resume(self, seconds: Mapping[str, float], *, lost: float) -> None:
+        """Go on from the seconds that a checkpoint has.
+
+        Args:
+            seconds: The seconds of each activity at the checkpoint.
+            lost: The seconds since then, or since this start: they count as those of a restart.
+        """
+        self._charge()
+        self._open[0].seconds = 0.0
+        self._seconds = dict.fromkeys(self._seconds, 0.0) | dict(seconds)
+        self._seconds["restart"] += lost
+
+    def _charge(self) -> None:
+        """Count the time since the last call for the innermost open span."""
+        now = self._now()
+        if self._is_running or len(self._open) > 1:
+            self._open[-1].seconds += now - self._last
+        self._last = now
+
+
+class Heartbeat:
+    """A small file that says how far a run has come, for those who watch it and for the next start.
+
+    Args:
+        path: The file; `None` for no file.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self._last = -HEARTBEAT_SECONDS
+
+    def beat(self, step: int, elapsed: float) -> None:
+        """Write the step and the seconds of the run, at most once a second."""
+        now = time.monotonic()
+        if self.path is None or now - self._last < HEARTBEAT_SECONDS:
+            return
+        self._last = now
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"step": step, "elapsed": elapsed, "time": time.time()}))
+        os.replace(temporary, self.path)
+
+    def read(self) -> dict[str, Any]:
+        """Return what was last written; nothing if there is no such file."""
+        try:
+            return json.loads(self.path.read_text()) if self.path else {}
+        except (OSError, ValueError):
+            return {}

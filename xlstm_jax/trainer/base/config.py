@@ -1,0 +1,54 @@
+"""How a run trains, validates, logs and calls back."""
+
+import dataclasses
+from typing import get_args
+
+from xlstm_jax.common_types import LogMode
+from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.trainer.base.guard import BadStepConfig
+from xlstm_jax.trainer.callbacks.callback import CallbackConfig
+from xlstm_jax.trainer.logger.base_logger import LoggerConfig
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class TrainerConfig(ConfigDict):
+    """How a run trains, validates, logs and calls back."""
+
+    seed: int = 0
+    """Of the parameters, of dropout and of all else that is drawn in training."""
+    debug: bool = False
+    """Run step by step without compilation: slow, but one can stop and look anywhere."""
+    donate_train_state: bool = True
+    """Let a step overwrite the state it starts from; otherwise both are held at once."""
+    enable_progress_bar: bool = True
+    gradient_accumulate_steps: int = 1
+    """Into how many minibatches each device splits its rows."""
+    gradient_accumulate_scan: bool = False
+    """Scan over minibatches instead of compiling one after the other."""
+    check_val_every_n_epoch: int = 1
+    """Validate after every n-th epoch; below 1, after none."""
+    check_val_every_n_steps: int = -1
+    """Validate after every n-th step; below 1, after none."""
+    check_for_nan: bool = True
+    """Look for bad steps, and for NaN in what is logged."""
+    bad_steps: BadStepConfig = dataclasses.field(default_factory=BadStepConfig)
+    log_grad_norm: bool = True
+    log_grad_norm_per_param: bool = False
+    log_param_norm: bool = True
+    log_param_norm_per_param: bool = False
+    log_intermediates: bool = False
+    """Report what models sow."""
+    default_train_log_modes: list[str] = dataclasses.field(default_factory=lambda: ["mean"])
+    """Modes of training metrics that name none themselves."""
+    intermediates_log_modes: list[str] = dataclasses.field(default_factory=lambda: ["mean"])
+    logger: LoggerConfig | None = dataclasses.field(default_factory=LoggerConfig)
+    callbacks: list[CallbackConfig] = dataclasses.field(default_factory=list)
+    seed_eval: int = 0
+
+    def __post_init__(self):
+        if self.gradient_accumulate_steps < 1:
+            raise ConfigError(f"gradient_accumulate_steps is {self.gradient_accumulate_steps}: it has to be 1 or more.")
+        for name in ("default_train_log_modes", "intermediates_log_modes"):
+            unknown = [mode for mode in getattr(self, name) if mode not in get_args(LogMode)]
+            if unknown:
+                raise ConfigError(f"{name} has {unknown[0]!r}: choose from {', '.join(get_args(LogMode))}.")

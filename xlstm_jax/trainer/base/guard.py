@@ -1,0 +1,130 @@
+"""Bad steps: an update that would spoil the parameters is recognised on the device and not applied.
+
+A step is bad if its loss or the norm of its gradients is not finite, or is many times their averages over the good
+steps so far. All devices decide alike. With the policy `skip` the run goes on with the next batch. With `stop` and
+`rollback` the state stays as it was before the first bad step, whatever steps follow, until the host looks.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xlstm_jax.configs import ConfigDict, ConfigError
+
+BadStepPolicy = Literal["stop", "skip", "rollback"]
+Tree = TypeVar("Tree")
+
+AVERAGE_DECAY = 0.99
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class BadStepConfig(ConfigDict):
+    """Which steps are bad, and what then."""
+
+    policy: BadStepPolicy = "stop"
+    """`stop` ends the run; `skip` leaves the update out; `rollback` goes back to the last checkpoint and leaves the
+    batch out. In all cases the update is not applied."""
+    loss_spike_factor: float | None = None
+    """A loss of more than this many times its average is bad; `None` looks for NaN and infinity only."""
+    grad_norm_spike_factor: float | None = None
+    """The same for the norm of the gradients."""
+    spike_warmup_steps: int = 100
+    """Spikes are looked for after so many good steps."""
+    max_rollbacks: int = 10
+    """After so many rollbacks the run ends."""
+
+    def __post_init__(self):
+        if self.policy not in get_args(BadStepPolicy):
+            raise ConfigError(f"policy is {self.policy!r}: choose from {', '.join(get_args(BadStepPolicy))}.")
+        for name in ("loss_spike_factor", "grad_norm_spike_factor"):
+            factor = getattr(self, name)
+            if factor is not None and factor <= 1:
+                raise ConfigError(f"{name} is {factor}, but has to be above 1: it multiplies an average.")
+        for name in ("spike_warmup_steps", "max_rollbacks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it has to be 1 or more.")
+
+
+class GuardState(NamedTuple):
+    """What the steps so far were like; a part of the train state."""
+
+    num_good: jax.Array
+    num_bad: jax.Array
+    first_bad: jax.Array
+    """The first bad step since the host last looked; 0 if there was none."""
+    loss_average: jax.Array
+    grad_norm_average: jax.Array
+
+    @staticmethod
+    def create() -> "GuardState":
+        """Return the state before the first step."""
+        return GuardState(*(jnp.zeros((), dtype) for dtype in 3 * (jnp.int32,) + 2 * (jnp.float32,)))
+
+
+class Verdict(NamedTuple):
+    """What becomes of a step."""
+
+    is_bad: jax.Array
+    is_frozen: jax.Array
+    """Whether an earlier bad step stopped the run."""
+
+    @property
+    def is_applied(self) -> jax.Array:
+        """Whether the update counts."""
+        return ~(self.is_bad | self.is_frozen)
+
+
+def judge(
+    guard: GuardState,
+    config: BadStepConfig,
+    *,
+    step: jax.Array,
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    axis_names: tuple[str, ...],
+) -> tuple[Verdict, GuardState]:
+    """Decide about a step, inside `jax.shard_map`.
+
+    Args:
+        guard: What the steps so far were like.
+        config: Which steps are bad.
+        step: The number of the step, from 1.
+        loss: The loss over all devices.
+        grad_norm: The norm of the gradients over all devices.
+        axis_names: The mesh axes.
+
+    Returns:
+        What becomes of the step, the same on all devices, and what the steps were like including it.
+    """
+    is_bad = ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
+    is_warm = guard.num_good >= config.spike_warmup_steps
+    averages = (loss, guard.loss_average), (grad_norm, guard.grad_norm_average)
+    for factor, (value, average) in zip(
+        (config.loss_spike_factor, config.grad_norm_spike_factor), averages, strict=True
+    ):
+        if factor is not None:
+            is_bad |= is_warm & (value > factor * average)
+    is_bad = lax.pmax(is_bad.astype(jnp.int32), axis_names) > 0
+    is_frozen = (guard.first_bad > 0) & (config.policy != "skip")
+    verdict = Verdict(is_bad & ~is_frozen, is_frozen)
+
+    weight = jnp.maximum(1 - AVERAGE_DECAY, 1 / (guard.num_good + 1))  # At first the plain mean, then a moving one.
+    loss_average, grad_norm_average = (
+        jnp.where(verdict.is_applied, average + weight * (value - average), average) for value, average in averages
+    )
+    first_bad = jnp.where(verdict.is_bad & (guard.first_bad == 0), step, guard.first_bad)
+    return verdict, GuardState(
+        num_good=guard.num_good + verdict.is_applied,
+        num_bad=guard.num_bad + verdict.is_bad,
+        first_bad=first_bad.astype(jnp.int32),
+        loss_average=loss_average,
+        grad_norm_average=grad_norm_average,
+    )
+
+
+def select(condition: jax.Array, new: Tree, old: Tree) -> Tree:
+    """Choose between two trees."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

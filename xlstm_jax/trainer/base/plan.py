@@ -1,0 +1,106 @@
+"""How long a run trains: from epochs or steps to steps."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from xlstm_jax.trainer.data_module import DataIterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How many steps a run takes, and how they make epochs."""
+
+    num_train_steps: int
+    steps_per_epoch: int | None
+    """`None` if nothing says how long an epoch is: then it lasts until the data end."""
+    num_epochs: int | None = None
+
+    def epoch_at(self, step: int, num_finished: int) -> int:
+        """Return the index of the epoch that follows a step, from 1.
+
+        Args:
+            step: The steps so far.
+            num_finished: The epochs that ended since the start, for data of unknown length.
+        """
+        return (num_finished if self.steps_per_epoch is None else step // self.steps_per_epoch) + 1
+
+    def ends_epoch(self, step: int) -> bool:
+        """Check whether an epoch ends with a step."""
+        return self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
+
+
+def plan_run(
+    train_loader: DataIterator, num_epochs: int | None, num_train_steps: int | None, steps_per_epoch: int | None
+) -> Plan:
+    """Find out how long to train.
+
+    Args:
+        train_loader: The batches to train on.
+        num_epochs: For how many epochs to train; give this or `num_train_steps`.
+        num_train_steps: For how many steps to train.
+        steps_per_epoch: The length of an epoch; that of the loader by default.
+
+    Returns:
+        The plan.
+    """
+    if (num_epochs is None) == (num_train_steps is None):
+        raise ValueError(
+            f"num_epochs is {num_epochs} and num_train_steps is {num_train_steps}: give exactly one of them."
+        )
+    if steps_per_epoch is None:
+        steps_per_epoch = _length(train_loader)
+    if steps_per_epoch is not None and steps_per_epoch < 1:
+        raise ValueError("The train loader is empty: it has fewer examples than a batch, or its files hold nothing.")
+    if num_train_steps is None:
+        if steps_per_epoch is None:
+            raise ValueError(
+                "The train loader does not say how long an epoch is: pass steps_per_epoch, or num_train_steps instead "
+                "of num_epochs."
+            )
+        num_train_steps = steps_per_epoch * (num_epochs or 0)
+    if num_train_steps < 1:
+        raise ValueError(f"The run would take {num_train_steps} steps: it has to be 1 or more.")
+    return Plan(num_train_steps, steps_per_epoch, num_epochs)
+
+
+def describe_data(plan: Plan, loaders: Mapping[str, Any], num_rows: int, mesh: Mesh) -> dict[str, Any]:
+    """Return what is logged about the data of a run; what is not known is left out."""
+    data_axes = mesh.devices.shape[0] * mesh.devices.shape[1]
+    numbers: dict[str, Any] = {
+        "global_batch_size": num_rows,
+        "local_batch_size": num_rows // data_axes,
+        "train_steps_per_epoch": plan.steps_per_epoch,
+        "num_epochs": plan.num_epochs,
+        "num_train_steps": plan.num_train_steps,
+    }
+    for name, loader in loaders.items():
+        parts = (
+            {f"{name}_{key}": part for key, part in loader.items()} if isinstance(loader, Mapping) else {name: loader}
+        )
+        numbers |= {f"{key}_dataset_size": getattr(part, "dataset_size", None) for key, part in parts.items()}
+    return {key: number for key, number in numbers.items() if number is not None}
+
+
+def describe_mesh(mesh: Mesh, num_processes: int) -> dict[str, int]:
+    """Return what is logged about the devices of a run."""
+    dp, fsdp, pipeline, model = mesh.devices.shape[:4]
+    return {
+        "dp_axis_size": dp,
+        "fsdp_axis_size": fsdp,
+        "pipeline_axis_size": pipeline,
+        "model_axis_size": model,
+        "combined_dp_axis_size": dp * fsdp,
+        "num_devices": mesh.size,
+        "num_processes": num_processes,
+    }
+
+
+def _length(loader: Any) -> int | None:
+    """Return the length of a loader; `None` if it has none, or is endless and says so with an error."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, ValueError):
+        return None

@@ -1,0 +1,145 @@
+"""Numbers that every run reports: throughput, utilisation, memory, and where the time went."""
+
+import functools
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xlstm_jax.models.cost import model_cost
+from xlstm_jax.models.llama.config import LlamaConfig
+from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.trainer.base.clock import Clock
+from xlstm_jax.trainer.base.steps import BAD_STEPS
+
+LOGGER = logging.getLogger(__name__)
+
+PEAK_FLOPS = {
+    "NVIDIA GB200": 2.5e15,
+    "NVIDIA B200": 2.25e15,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA A40": 150e12,
+    "TPU v6": 918e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 197e12,
+    "TPU v4": 275e12,
+}
+"""Dense bfloat16 FLOPs a second by the beginning of a device's name, longer names first."""
+
+MEASURED_SIZE = 512
+GIB = 2**30
+
+
+class RunMonitor:
+    """Counts tokens and computes the numbers of a row.
+
+    Args:
+        clock: Says where the time went.
+        model_config: The shape of the model; that of ours gives a utilisation.
+        num_devices: The devices of the mesh.
+
+    Attributes:
+        tokens_seen: Inputs of the model since the first step, padding included; those of other starts too.
+        num_bad: Bad steps so far, as of the last row.
+        data_wait: Seconds that the host waited for batches since the last row.
+    """
+
+    def __init__(self, clock: Clock, model_config: Any, num_devices: int):
+        self.clock = clock
+        self.model_config = model_config
+        self.num_devices = num_devices
+        self.tokens_seen = 0
+        self.num_bad = 0
+        self.data_wait = 0.0
+        self._sequence_length = 0
+        self._last = (0, 0)
+
+    def start(self, step: int) -> None:
+        """Begin to count at a step."""
+        self._last = (step, self.tokens_seen)
+        self.data_wait = 0.0
+
+    def count(self, inputs: Any) -> None:
+        """Count the inputs of a step."""
+        if hasattr(inputs, "shape"):
+            self.tokens_seen += inputs.size
+            self._sequence_length = inputs.shape[1] if inputs.ndim == 2 else 0
+
+    def __call__(self, row: dict[str, Any], step: int) -> Mapping[str, Any]:
+        """Compute the numbers of a row."""
+        last_step, last_tokens = self._last
+        num_steps, num_tokens = step - last_step, self.tokens_seen - last_tokens
+        self.num_bad = int(row.pop(f"{BAD_STEPS}_single", 0))
+        numbers: dict[str, Any] = {
+            "tokens_seen": self.tokens_seen,
+            "data_wait_time": self.data_wait / max(num_steps, 1),
+            "compile_time": self.clock.seconds["compile"],
+            BAD_STEPS: self.num_bad,
+        }
+        if "step_time" in row and num_steps:
+            rate = num_tokens / (num_steps * row["step_time"])
+            numbers["tokens_per_second"] = rate
+            flops = flops_per_token(self.model_config, self._sequence_length)
+            if flops:
+                numbers["mfu"] = rate * flops / peak_flops(self.num_devices)
+        numbers["device_memory_gib"] = device_memory() / GIB
+        self.start(step)
+        return numbers | self.clock.shares()
+
+
+def flops_per_token(model_config: Any, sequence_length: int) -> float:
+    """Return the FLOPs of a token in training; 0 for models that are not ours."""
+    if not isinstance(model_config, XLSTMConfig | LlamaConfig) or sequence_length < 2:
+        return 0.0
+    return model_cost(model_config, sequence_length=sequence_length).flops_per_token.model
+
+
+def device_memory() -> int:
+    """Return the most bytes that a device of this process has held; on a CPU, what the process has."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    return max(peaks) or _process_memory()
+
+
+def peak_flops(num_devices: int) -> float:
+    """Return the FLOPs a second that the devices can reach; what is in no table is measured once."""
+    kind = jax.devices()[0].device_kind
+    for name, flops in PEAK_FLOPS.items():
+        if kind.startswith(name):
+            return flops * num_devices
+    # Simulated devices share one CPU.
+    return _measured_flops() * (1 if jax.default_backend() == "cpu" else num_devices)
+
+
+@functools.cache
+def _measured_flops() -> float:
+    """Time a few matrix products on one device."""
+    size = MEASURED_SIZE
+    x = jax.device_put(jnp.ones((size, size)), jax.local_devices()[0])
+    product = jax.jit(jnp.matmul)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        product(x, x).block_until_ready()
+        times.append(time.perf_counter() - start)
+    rate = 2 * size**3 / min(times)
+    LOGGER.info("The peak of this device is in no table: matrix products reach %.3g FLOPs a second.", rate)
+    return rate
+
+
+def _process_memory() -> int:
+    """Return the resident bytes of this process, where the system says so."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as status:
+            sizes = [line.split()[1] for line in status if line.startswith("VmHWM:")]
+    except OSError:
+        return 0
+    return int(sizes[0]) * 1024 if sizes else 0

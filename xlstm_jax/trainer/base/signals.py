@@ -1,0 +1,88 @@
+"""Signals that end a run: the step in progress is finished and saved first.
+
+SIGTERM and SIGINT ask a run to stop; a second SIGINT ends it at once. A run that stopped this way leaves with the code
+of its signal: 143 for SIGTERM, 130 for SIGINT. Several processes have to stop after the same step. JAX's coordination
+service sees to that for SIGTERM, in whichever process it arrives; for SIGINT they ask each other where they log.
+"""
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+LOGGER = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class TrainingInterrupted(SystemExit):
+    """A signal ended the training. Its state is saved, and the program leaves with the code of the signal.
+
+    Args:
+        signal_number: The signal.
+        step: The last step.
+    """
+
+    def __init__(self, signal_number: int, step: int):
+        super().__init__(128 + signal_number)
+        self.signal_number = signal_number
+        self.step = step
+
+
+class Interrupts:
+    """Remembers the signals that arrive during a run."""
+
+    def __init__(self):
+        self._received: int | None = None
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator["Interrupts"]:
+        """Receive signals instead of what did so before. Outside of the main thread, Python allows no such thing."""
+        self._received = None
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        previous = {number: signal.getsignal(number) for number in self._watched()}
+        for number in previous:
+            signal.signal(number, self._receive)
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def received(self, step: int, *, may_wait: bool) -> int | None:
+        """Return the signal after which to stop, in all processes after the same step.
+
+        Args:
+            step: The number of the step, the same in all processes.
+            may_wait: Whether processes may wait for each other, as they do where they log.
+        """
+        if jax.process_count() == 1:
+            return self._received
+        if multihost_utils.reached_preemption_sync_point(step):
+            return signal.SIGTERM
+        if may_wait:
+            numbers = multihost_utils.process_allgather(np.int32(self._received or 0))
+            return int(np.max(numbers)) or None
+        return None
+
+    @staticmethod
+    def _watched() -> tuple[signal.Signals, ...]:
+        # With several processes, SIGTERM belongs to JAX.
+        return SIGNALS if jax.process_count() == 1 else (signal.SIGINT,)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        self._received = number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        LOGGER.warning(
+            "Received %s: finishing this step, then saving.%s",
+            signal.Signals(number).name,
+            " Another one ends the run at once." if number == signal.SIGINT else "",
+        )

@@ -1,0 +1,643 @@
+"""The trainer: builds a model on a mesh, then trains, validates and tests it.
+
+The numbers of a step are in `steps`; this class places them on the mesh, loops over batches and calls back.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.core import FrozenDict
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from rich.progress import track
+
+from xlstm_jax.common_types import HostMetrics, ImmutableMetrics, Metrics, PyTree, StepMetrics, TrainState
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.batch import Batch
+from xlstm_jax.distributed.mesh_utils import initialize_mesh
+from xlstm_jax.models.configs import ModelConfig
+from xlstm_jax.trainer.base.clock import USEFUL, Clock, Heartbeat
+from xlstm_jax.trainer.base.config import TrainerConfig
+from xlstm_jax.trainer.base.guard import GuardState
+from xlstm_jax.trainer.base.hooks import CallbackHooks
+from xlstm_jax.trainer.base.loading import CheckpointLoading
+from xlstm_jax.trainer.base.param_utils import get_num_params, tabulate_params
+from xlstm_jax.trainer.base.plan import Plan, describe_data, describe_mesh, plan_run
+from xlstm_jax.trainer.base.run_metrics import RunMonitor
+from xlstm_jax.trainer.base.signals import Interrupts, TrainingInterrupted
+from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
+from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
+from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule
+from xlstm_jax.trainer.logger.base_logger import Logger, LoggerConfig
+from xlstm_jax.trainer.logger.console import ConsoleLogger, ConsoleLoggerConfig
+from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
+from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig, build_gradient_transformations, build_optimizer
+from xlstm_jax.trainer.placement import compile_step, init_sharded, on_mesh, place_batch, zeros_on_mesh
+
+__all__ = ["TrainerConfig", "TrainerModule"]
+
+LOGGER = logging.getLogger(__name__)
+
+DataLoaders = DataIterator | dict[str, DataIterator]
+TrainStep = Callable[[TrainState, Batch, Metrics | None], tuple[TrainState, ImmutableMetrics]]
+EvalStep = Callable[[Any, Batch, Metrics | None], ImmutableMetrics]
+
+
+class _Outcome(enum.Enum):
+    """Why a stretch of training ended."""
+
+    END_OF_EPOCH = enum.auto()
+    FINISHED = enum.auto()
+    BAD_STEP = enum.auto()
+    INTERRUPTED = enum.auto()
+
+
+class TrainerModule(CallbackHooks, CheckpointLoading):
+    """Trains a model. A subclass writes `loss_function`, and overrides what else it needs to.
+
+    Args:
+        trainer_config: How to train.
+        model_config: What to train.
+        optimizer_config: How to update parameters.
+        batch: An example of a batch over all devices; shapes (`jax.ShapeDtypeStruct`) will do.
+        mesh: The devices; made as `model_config.parallel` says by default.
+
+    Attributes:
+        state: The train state, spread over the mesh.
+        train_step: `(state, batch, metrics) -> (state, metrics)`, compiled; it overwrites what it gets.
+        eval_step: `(state, batch, metrics) -> metrics`, compiled.
+        global_step: The number of steps so far.
+        exmp_batch: The example batch.
+        batch_partition_specs: How the rows of a batch are split.
+        state_partition_specs: How the state is split.
+        optimizer: The gradient transformation.
+        lr_scheduler: The learning rate by step.
+        logger: Where metrics go.
+        log_path: The folder of the run, or `None`.
+        callbacks: What else happens in a run.
+        dataset: Anything that `set_dataset` was given.
+        should_stop: Set to true, the run ends after the step or validation at hand.
+        clock: Where the time went.
+        monitor: Counts tokens and bad steps.
+    """
+
+    config_class: type[TrainerConfig] = TrainerConfig
+    """What the config of a trainer in a checkpoint is read as."""
+
+    def __init__(
+        self,
+        trainer_config: TrainerConfig,
+        model_config: ModelConfig,
+        optimizer_config: OptimizerConfig,
+        batch: Batch,
+        mesh: Mesh | None = None,
+    ):
+        self.clock = Clock()
+        self.trainer_config = trainer_config
+        self.model_config = model_config
+        self.optimizer_config = optimizer_config
+        self.exmp_batch = batch
+        self.first_step = True
+        self.global_step = 0
+        self.num_drawn = 0
+        self.skipped_batches: set[int] = set()
+        self._num_bad_seen = 0
+        self.num_rollbacks = 0
+        self._batch_of_step: dict[int, int] = {}  # since the host last looked for bad steps
+        self.should_stop = False
+        self.dataset: Any = None
+        self._train_metric_shapes: PyTree = None
+        self._eval_metric_shapes: PyTree = None
+        self._interrupts = Interrupts()
+        self._signal_number = 0
+        self.init_mesh(model_config, mesh)  # Processes find each other here, before anything asks for their number.
+        self.init_logger(trainer_config.logger)
+        self.build_model(model_config)
+        self.init_optimizer(optimizer_config)
+        self.init_model(batch)
+        self.create_jitted_functions()
+        self.init_callbacks(trainer_config.callbacks)
+
+    # What a trainer is made of.
+
+    def init_mesh(self, model_config: ModelConfig, mesh: Mesh | None = None) -> None:
+        """Arrange the devices, and name the axes."""
+        self.mesh = initialize_mesh(model_config.parallel) if mesh is None else mesh
+        names = tuple(str(name) for name in self.mesh.axis_names)
+        self.data_axis_name, self.fsdp_axis_name, self.pipeline_axis_name, self.model_axis_name = names[:4]
+        self.axis_names = names
+        self.batch_partition_specs = P(names)
+
+    def init_logger(self, logger_config: LoggerConfig | None) -> None:
+        """Make the logger: files go to the folder of the run unless other tools are named, and progress to stdout."""
+        if logger_config is not None:
+            tools = list(logger_config.log_tools)
+            if not tools and logger_config.log_path is not None:
+                tools.append(FileLoggerConfig())
+            if self.trainer_config.enable_progress_bar:
+                tools.append(ConsoleLoggerConfig())
+            logger_config = dataclasses.replace(logger_config, log_tools=tools)
+        self.logger = Logger(logger_config, metric_postprocess_fn=self.get_metric_postprocess_fn())
+        self.log_path = self.logger.log_path
+        self.logger.log_config(
+            {"trainer": self.trainer_config, "model": self.model_config, "optimizer": self.optimizer_config}
+        )
+        shape = self.model_config.model_config
+        self.monitor = RunMonitor(self.clock, shape, self.mesh.size)
+        self.logger.monitors.append(self.monitor)
+        is_first = jax.process_index() == 0
+        self.heartbeat = Heartbeat(self.log_path / "heartbeat.json" if self.log_path and is_first else None)
+
+    def build_model(self, model_config: ModelConfig) -> None:
+        """Make the model from its class and config."""
+        self.model = model_config.model_class(
+            model_config if model_config.model_config is None else model_config.model_config
+        )
+
+    def init_optimizer(self, optimizer_config: OptimizerConfig) -> None:
+        """Make the optimizer and its learning rate schedule."""
+        self.optimizer, self.lr_scheduler = build_optimizer(optimizer_config)
+
+    def init_model(self, exmp_input: Batch) -> None:
+        """Draw the parameters; each is born where it belongs."""
+        self.exmp_batch = exmp_input
+        example = place_batch(exmp_input, self.mesh, self.batch_partition_specs)
+
+        def init(rng: jax.Array, batch: Batch) -> TrainState:
+            param_rng, rng = jax.random.split(rng)
+            variables = dict(self.run_model_init(batch, param_rng))
+            return TrainState.create(
+                apply_fn=self.model.apply,
+                params=variables.pop("params"),
+                mutable_variables=variables or None,
+                rng=rng,
+                tx=self.optimizer,
+                guard=GuardState.create() if self.trainer_config.check_for_nan else None,
+            ).replace(step=jnp.zeros((), jnp.int32))
+
+        key = jax.random.PRNGKey(self.trainer_config.seed)
+        self.state, self.state_partition_specs = init_sharded(
+            init, self.mesh, (P(), self.batch_partition_specs), key, example
+        )
+        LOGGER.info("%s", self.tabulate_params())
+
+    def run_model_init(self, exmp_input: Batch, init_rng: jax.Array) -> Mapping[str, Any]:
+        """Return the variables of the model, inside the mesh."""
+        return self.model.init(self.get_model_rng(init_rng), self.batch_to_input(exmp_input), train=False)
+
+    def init_callbacks(self, callback_configs: Sequence[CallbackConfig]) -> None:
+        """Make the callbacks."""
+        self.callbacks: list[Callback] = []
+        for config in callback_configs:
+            self.callbacks.append(config.create(trainer=self, data_module=None))
+        config = self.trainer_config
+        if config.check_for_nan and config.bad_steps.policy == "rollback" and self._checkpoints() is None:
+            raise ConfigError("To roll back, a run needs checkpoints: add a ModelCheckpointConfig to its callbacks.")
+
+    def set_dataset(self, dataset: Any) -> None:
+        """Keep something about the data for callbacks."""
+        self.dataset = dataset
+
+    @staticmethod
+    def batch_to_input(batch: Batch) -> Any:
+        """Return what the model is initialised with."""
+        return batch.inputs
+
+    @staticmethod
+    def get_model_rng(rng: jax.Array) -> dict[str, jax.Array]:
+        """Return the keys that the model is initialised with."""
+        params, dropout = jax.random.split(rng)
+        return {"params": params, "dropout": dropout}
+
+    def get_metric_postprocess_fn(self) -> Callable[[HostMetrics], HostMetrics]:
+        """Return what turns the metrics on the host into those to log."""
+        return lambda metrics: metrics
+
+    def tabulate_params(self) -> str:
+        """Return a table of the parameters."""
+        config = self.optimizer_config
+        return tabulate_params(
+            self.state,
+            show_weight_decay=config.weight_decay > 0,
+            weight_decay_exclude=config.weight_decay_exclude,
+            weight_decay_include=config.weight_decay_include,
+        )
+
+    def get_num_params(self) -> int:
+        """Count the parameters."""
+        return get_num_params(self.state.params)
+
+    # Steps.
+
+    def loss_function(
+        self, params: Any, apply_fn: Any, batch: Batch, rng: jax.Array, train: bool = True
+    ) -> tuple[jax.Array, tuple[StepMetrics, PyTree]]:
+        """Return `(loss, (metrics, mutable_variables))` of a device's rows; see `steps.train_step`."""
+        raise NotImplementedError(f"{type(self).__name__} has no `loss_function`, which says what to minimise.")
+
+    def count_targets(self, batch: Batch) -> jax.Array | None:  # noqa: ARG002
+        """Count the targets of some rows, for a loss that is a mean over all of them; by default nobody does."""
+        return None
+
+    def create_jitted_functions(self) -> None:
+        """Compile the steps, when they are first called."""
+        debug, donates_state = self.trainer_config.debug, self.trainer_config.donate_train_state
+        donate = (0, 2) if donates_state else (2,)
+        self.train_step: TrainStep = compile_step(self.create_training_step_function(), donate=donate, debug=debug)
+        self.eval_step: EvalStep = compile_step(self.create_evaluation_step_function(), donate=(2,), debug=debug)
+
+    def create_training_step_function(self) -> TrainStep:
+        """Return the training step over global arrays."""
+        config = self.trainer_config
+        clipping, _ = build_gradient_transformations(self.optimizer_config)
+        reports = StepLogging(
+            default_modes=tuple(config.default_train_log_modes),
+            intermediates_modes=tuple(config.intermediates_log_modes) if config.log_intermediates else None,
+            grad_norm=config.log_grad_norm,
+            grad_norm_per_param=config.log_grad_norm_per_param,
+            param_norm=config.log_param_norm,
+            param_norm_per_param=config.log_param_norm_per_param,
+            clip=optax.chain(*clipping) if clipping else None,
+            schedule=self.lr_scheduler,
+        )
+        step = functools.partial(
+            train_step,
+            axis_names=self.axis_names,
+            loss_function=self.loss_function,
+            count_targets=self.count_targets,
+            num_minibatches=config.gradient_accumulate_steps,
+            use_scan=config.gradient_accumulate_scan,
+            logging=reports,
+            bad_steps=config.bad_steps if config.check_for_nan else None,
+        )
+        specs = self.state_partition_specs
+        return on_mesh(step, self.mesh, (specs, self.batch_partition_specs, P()), (specs, P()))
+
+    def create_evaluation_step_function(self) -> EvalStep:
+        """Return the evaluation step over global arrays."""
+        step = functools.partial(
+            eval_step,
+            axis_names=self.axis_names,
+            loss_function=self.loss_function,
+            count_targets=self.count_targets,
+            seed=self.trainer_config.seed_eval,
+        )
+        return on_mesh(step, self.mesh, (self.state_partition_specs, self.batch_partition_specs, P()), P())
+
+    def init_train_metrics(self, batch: Batch | None = None) -> FrozenDict:
+        """Return the metrics before the first step: zeros, so that all steps are one program."""
+        if self._train_metric_shapes is None:
+            batch = self.exmp_batch if batch is None else batch
+            _, self._train_metric_shapes = jax.eval_shape(self.train_step, self.state, batch, None)
+        return zeros_on_mesh(self._train_metric_shapes, self.mesh)
+
+    def init_eval_metrics(self, batch: Batch | None = None) -> FrozenDict:
+        """Return the metrics before the first batch of an evaluation."""
+        if self._eval_metric_shapes is None:
+            batch = self.exmp_batch if batch is None else batch
+            self._eval_metric_shapes = jax.eval_shape(self.eval_step, self.state, batch, None)
+        return zeros_on_mesh(self._eval_metric_shapes, self.mesh)
+
+    # Training.
+
+    def train_model(
+        self,
+        train_loader: DataIterator,
+        val_loader: DataLoaders | None = None,
+        test_loader: DataLoaders | None = None,
+        num_epochs: int | None = None,
+        num_train_steps: int | None = None,
+        steps_per_epoch: int | None = None,
+    ) -> dict[str, Any]:
+        """Train until a number of epochs or steps, from wherever the state is.
+
+        Args:
+            train_loader: The batches to train on.
+            val_loader: What to validate on, one set or several by name; `None` for no validation.
+            test_loader: What to test on after training, with the latest checkpoint if there is one.
+            num_epochs: For how many epochs to train; give this or `num_train_steps`.
+            num_train_steps: For how many steps to train.
+            steps_per_epoch: The length of an epoch; that of the loader by default.
+
+        Returns:
+            The metrics of each evaluation, under `val_step_<step>`, `val_epoch_<epoch>` and `test`.
+
+        Raises:
+            TrainingInterrupted: A signal asked the run to stop. The state is saved if a callback saves states.
+        """
+        plan = plan_run(train_loader, num_epochs, num_train_steps, steps_per_epoch)
+        self.global_step = int(self.state.step)
+        self.num_drawn = max(self.num_drawn, self.global_step)
+        self.should_stop = False
+        self.clock.start()
+        self._look_again()
+        status, results = "error", {}
+        try:
+            with self._interrupts.watch():
+                self.logger.on_training_start(step=self.global_step or None)
+                self.monitor.start(self.global_step)
+                self.log_training_info(
+                    num_epochs, plan.num_train_steps, plan.steps_per_epoch, train_loader, val_loader, test_loader
+                )
+                self.on_training_start()
+                self.test_eval_function(val_loader)
+                for callback in self.callbacks:
+                    callback.set_dataset(DataloaderModule(train_loader, val_loader, test_loader))
+                self._prepare_rollback()
+                outcome = self._train(plan, train_loader, val_loader, results)
+                status = {_Outcome.BAD_STEP: "nan", _Outcome.INTERRUPTED: "interrupted"}.get(outcome, "success")
+                if outcome is _Outcome.INTERRUPTED:
+                    self.on_training_interrupted(plan.epoch_at(self.global_step, 0), self.global_step)
+                    raise TrainingInterrupted(self._signal_number, self.global_step)
+                self.on_training_end()
+            if test_loader is not None and status == "success":
+                self._load_latest()
+                epoch_idx = plan.epoch_at(max(self.global_step - 1, 0), 0)
+                results["test"] = self.test_model(test_loader, apply_callbacks=True, epoch_idx=epoch_idx)
+        finally:
+            self.clock.stop()
+            with contextlib.ExitStack() as stack:  # What one of them raises keeps no other from its end.
+                for part in reversed((self.logger, *self.callbacks)):
+                    stack.callback(part.finalize, status)
+        return results
+
+    def _train(self, plan: Plan, train_loader: DataIterator, val_loader: Any, results: dict[str, Any]) -> _Outcome:
+        metrics, num_finished = None, 0
+        self._make_up_validation(plan, val_loader, results)
+        while self.global_step < plan.num_train_steps and not self.should_stop:
+            epoch_idx = plan.epoch_at(self.global_step, num_finished)
+            self.on_training_epoch_start(epoch_idx)
+            self.logger.start_epoch(epoch_idx, self.global_step, mode="train")
+            first = self.global_step
+            outcome, metrics = self._train_epoch(plan, iter(train_loader), val_loader, epoch_idx, metrics, results)
+            _, epoch_metrics = self.logger.end_epoch(metrics, self.global_step)
+            can_roll_back = self.trainer_config.bad_steps.policy == "rollback" and not self.state_is_good()
+            if outcome is _Outcome.BAD_STEP and can_roll_back:
+                self._roll_back(train_loader)
+                metrics = None
+                continue
+            self.on_training_epoch_end(epoch_metrics, epoch_idx)
+            if outcome in (_Outcome.BAD_STEP, _Outcome.INTERRUPTED):
+                return outcome
+            if self.global_step == first:
+                raise ValueError("The train loader gave no batch in a whole epoch: it is empty or used up.")
+            num_finished += 1
+            if self._is_due(epoch_idx, self.trainer_config.check_val_every_n_epoch) and val_loader is not None:
+                results[f"val_epoch_{epoch_idx}"] = self._validate_once(val_loader, epoch_idx, results)
+        return _Outcome.FINISHED
+
+    def _train_epoch(
+        self,
+        plan: Plan,
+        iterator: Iterator,
+        val_loader: Any,
+        epoch_idx: int,
+        metrics: Any,
+        results: dict[str, Any],
+    ) -> tuple[_Outcome, Any]:
+        config = self.trainer_config
+        while (batch := self._draw(iterator)) is not None:
+            self.global_step += 1
+            step = self.global_step
+            if config.bad_steps.policy == "rollback":
+                self._batch_of_step[step] = self.num_drawn
+            self.monitor.count(getattr(batch, "inputs", None))
+            metrics = self._take_step(batch, self.init_train_metrics(batch) if metrics is None else metrics)
+            self.on_training_step(metrics, epoch_idx, step)
+            is_logged = self.logger.is_due(step)
+            metrics = self.logger.log_step(metrics, step)
+            is_validated = self._is_due(step, config.check_val_every_n_steps) and val_loader is not None
+            if self._has_gone_bad(is_logged=is_logged, may_wait=is_validated):
+                return _Outcome.BAD_STEP, metrics
+            if is_logged:
+                self._batch_of_step.clear()
+                self.heartbeat.beat(step, self.clock.elapsed)
+            if number := self._interrupts.received(step, may_wait=is_logged):
+                self._signal_number = number
+                return _Outcome.INTERRUPTED, metrics
+            if is_validated:
+                results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
+            if step >= plan.num_train_steps or self.should_stop:
+                break
+            if plan.ends_epoch(step):
+                break
+        return _Outcome.END_OF_EPOCH, metrics
+
+    def _draw(self, iterator: Iterator) -> Batch | None:
+        """Return the next batch that is not to be left out; `None` at the end of an epoch."""
+        with self.clock.measure("data") as span:
+            while (batch := next(iterator, None)) is not None:
+                self.num_drawn += 1
+                if self.num_drawn not in self.skipped_batches:
+                    break
+            if not self.state.step.is_ready():
+                span.activity = USEFUL  # The device was busy all the while.
+        self.monitor.data_wait += span.seconds
+        return batch
+
+    def _take_step(self, batch: Batch, metrics: Any) -> Any:
+        if self.first_step:
+            with self.clock.measure("compile") as span:
+                self.state, metrics = self.train_step(self.state, batch, metrics)
+            self.first_step = False
+            LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
+            return metrics
+        with jax.profiler.StepTraceAnnotation("train_step", step_num=self.global_step):
+            self.state, metrics = self.train_step(self.state, batch, metrics)
+        return metrics
+
+    def _load_latest(self) -> None:
+        """Load the latest checkpoint, unless it is the state as it is."""
+        checkpoints = self._checkpoints()
+        if checkpoints is not None and checkpoints.store.latest() not in (None, self.global_step):
+            self.load_model()
+
+    # Bad steps.
+
+    def state_is_good(self) -> bool:
+        """Check that no bad step has stopped the state from moving on, and that the run may save it. Waits for it."""
+        guard = self.state.guard
+        return guard is None or self.trainer_config.bad_steps.policy == "skip" or int(guard.first_bad) == 0
+
+    def _has_gone_bad(self, *, is_logged: bool, may_wait: bool) -> bool:
+        """Check where it costs nothing whether the run cannot go on as it is."""
+        if not self.trainer_config.check_for_nan:
+            return False
+        if self.trainer_config.bad_steps.policy == "skip":
+            return False
+        if is_logged and (self.logger.found_nans or self.monitor.num_bad > self._num_bad_seen):
+            return True
+        return may_wait and not self.state_is_good()
+
+    def _look_again(self) -> None:
+        """Let the state move on after a bad step."""
+        guard = self.state.guard
+        if guard is not None:
+            self._num_bad_seen = int(guard.num_bad)
+            zeros = jax.tree.map(lambda x: jax.device_put(np.zeros((), x.dtype), x.sharding), guard.first_bad)
+            self.state = self.state.replace(guard=guard._replace(first_bad=zeros))
+
+    def _prepare_rollback(self) -> None:
+        """Make sure that there is a state to go back to."""
+        checkpoints = self._checkpoints()
+        if checkpoints is not None and self.trainer_config.bad_steps.policy == "rollback":
+            checkpoints.save_state(self.global_step)
+
+    def _roll_back(self, train_loader: DataIterator) -> None:
+        """Return to the last checkpoint, and leave out the batch of the first bad step from now on."""
+        limit = self.trainer_config.bad_steps.max_rollbacks
+        if self.num_rollbacks >= limit:
+            raise RuntimeError(
+                f"The run was rolled back {limit} times and has met a bad step again. Lower the learning rate, look at "
+                "the batches named in the log, or raise bad_steps.max_rollbacks."
+            )
+        bad_step = int(self.state.guard.first_bad)
+        bad_batch = self._batch_of_step[bad_step]
+        skipped, num_rollbacks = self.skipped_batches | {bad_batch}, self.num_rollbacks + 1
+        self.load_model()
+        self.load_data_loaders(train_loader=train_loader)
+        self.skipped_batches, self.num_rollbacks = skipped, num_rollbacks
+        self.logger.found_nans = False
+        self.logger.drop_after(self.global_step)
+        self._look_again()
+        self.monitor.start(self.global_step)
+        LOGGER.warning(
+            "Step %d was bad: back to step %d, and batch %d is left out.", bad_step, self.global_step, bad_batch
+        )
+
+    # Evaluation.
+
+    def eval_model(self, data_loader: DataLoaders, mode: str, epoch_idx: int) -> dict[str, Any]:
+        """Evaluate the model.
+
+        Args:
+            data_loader: The batches, or several sets of them by name.
+            mode: Under what to log, such as `val` or `test`.
+            epoch_idx: The index of the epoch.
+
+        Returns:
+            The metrics, averaged over the data; those of named sets under `<set>_<metric>`.
+        """
+        self.logger.start_epoch(epoch_idx, self.global_step, mode=mode)
+        if isinstance(data_loader, Mapping):
+            metrics = FrozenDict(
+                {
+                    f"{name}_{key}": value
+                    for name, loader in data_loader.items()
+                    for key, value in self._run_model_eval(loader, f"{mode}/{name}", epoch_idx).items()
+                }
+            )
+        else:
+            metrics = self._run_model_eval(data_loader, mode, epoch_idx)
+        _, host_metrics = self.logger.end_epoch(metrics, self.global_step)
+        return host_metrics
+
+    def test_model(self, test_loader: DataLoaders, apply_callbacks: bool = False, epoch_idx: int = 0) -> dict[str, Any]:
+        """Evaluate the model in mode `test`, with or without the hooks of callbacks."""
+        if apply_callbacks:
+            self.on_test_epoch_start(epoch_idx)
+        metrics = self.eval_model(test_loader, mode="test", epoch_idx=epoch_idx)
+        if apply_callbacks:
+            self.on_test_epoch_end(metrics, epoch_idx)
+        return metrics
+
+    def test_eval_function(self, val_loader: DataLoaders | None) -> None:
+        """Evaluate one batch of each set: what is wrong with them shows before the training, not after an epoch."""
+        if val_loader is None:
+            LOGGER.info("There is no validation: val_loader is None.")
+            return
+        loaders: dict[str, Any] = {"val": val_loader}
+        if isinstance(val_loader, Mapping):
+            loaders = dict(val_loader)
+        for name, loader in loaders.items():
+            is_resumable = hasattr(loader, "get_state") and hasattr(loader, "set_state")
+            position = loader.get_state() if is_resumable else None
+            batch = next(iter(loader), None)
+            if batch is None:
+                raise ValueError(
+                    f"The loader {name!r} for validation is empty: it has fewer examples than a batch, or its files "
+                    "hold nothing. Pass None for no validation."
+                )
+            with self.clock.measure("compile"):
+                jax.block_until_ready(self.eval_step(self.state, batch, self.init_eval_metrics(batch)))
+            if is_resumable:
+                loader.set_state(position)
+
+    def _eval_model_in_train_loop(self, val_loader: DataLoaders, epoch_idx: int) -> dict[str, Any]:
+        with self.clock.measure("evaluation"):
+            self.on_validation_epoch_start(epoch_idx=epoch_idx, step_idx=self.global_step)
+            metrics = self.eval_model(val_loader, mode="val", epoch_idx=epoch_idx)
+            self.on_validation_epoch_end(metrics, epoch_idx=epoch_idx, step_idx=self.global_step)
+        return metrics
+
+    def _make_up_validation(self, plan: Plan, val_loader: DataLoaders | None, results: dict[str, Any]) -> None:
+        """Run the validation at which an earlier start of the run ended, after it had saved the state."""
+        step, config, checkpoints = self.global_step, self.trainer_config, self._checkpoints()
+        if val_loader is None or not step or checkpoints is None or checkpoints.has_metrics(step):
+            return
+        epoch_idx = plan.epoch_at(step - 1, 0)
+        if self._is_due(step, config.check_val_every_n_steps):
+            results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
+        elif plan.ends_epoch(step) and self._is_due(epoch_idx, config.check_val_every_n_epoch):
+            results[f"val_epoch_{epoch_idx}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
+
+    def _validate_once(self, val_loader: DataLoaders, epoch_idx: int, results: dict[str, Any]) -> dict[str, Any]:
+        """Validate after an epoch, unless its last step was validated."""
+        known = results.get(f"val_step_{self.global_step}")
+        if known is not None:
+            LOGGER.warning("Step %d was validated already: epoch %d has its metrics.", self.global_step, epoch_idx)
+            return known
+        return self._eval_model_in_train_loop(val_loader, epoch_idx)
+
+    def _run_model_eval(self, data_loader: DataIterator, mode: str = "", epoch_idx: int = -1) -> Any:
+        """Return the accumulated metrics of all batches, still on the device."""
+        metrics = None
+        for batch in self.tracker(data_loader, desc=f"{mode} {epoch_idx}"):
+            metrics = self.eval_step(self.state, batch, self.init_eval_metrics(batch) if metrics is None else metrics)
+        if metrics is None:
+            raise ValueError(f"The loader for {mode!r} gave no batch: it is empty or used up.")
+        return metrics
+
+    def tracker(self, iterator: Any, **kwargs: Any) -> Iterator:
+        """Iterate, with a progress bar on a terminal; `desc` and `total` are those of tqdm."""
+        console = next((tool.console for tool in self.logger.log_tools if isinstance(tool, ConsoleLogger)), None)
+        if console is None or not console.is_terminal:
+            return iter(iterator)
+        total = kwargs.get("total") or (len(iterator) if hasattr(iterator, "__len__") else None)
+        return iter(track(iterator, description=kwargs.get("desc", ""), total=total, console=console, transient=True))
+
+    def log_training_info(
+        self,
+        num_epochs: int | None,
+        num_train_steps: int,
+        steps_per_epoch: int | None,
+        train_loader: DataIterator,
+        val_loader: DataLoaders | None,
+        test_loader: DataLoaders | None,
+    ) -> None:
+        """Log what is trained, on what, and where."""
+        step = self.global_step
+        sizes = {
+            "num_params": self.get_num_params(),
+            "num_optimizer_params": get_num_params(self.state.opt_state),
+            "start_step": step,
+        }
+        plan = Plan(num_train_steps, steps_per_epoch, num_epochs)
+        num_rows = jax.tree.leaves(self.exmp_batch)[0].shape[0]
+        loaders = {"train": train_loader, "val": val_loader, "test": test_loader}
+        self.logger.log_host_metrics(sizes, step, mode="model")
+        self.logger.log_host_metrics(describe_data(plan, loaders, num_rows, self.mesh), step, mode="dataset")
+        self.logger.log_host_metrics(describe_mesh(self.mesh, jax.process_count()), step, mode="parallel")
+
+    @staticmethod
+    def _is_due(index: int, every: int) -> bool:
+        return every > 0 and index % every == 0

@@ -1,0 +1,269 @@
+"""Checkpoints of a training run: when they are written, and how a run goes on from one."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from xlstm_jax.checkpoint.files import checkpoint_folder
+from xlstm_jax.checkpoint.retention import Retention
+from xlstm_jax.checkpoint.soundness import is_sound
+from xlstm_jax.checkpoint.store import CheckpointStore
+from xlstm_jax.checkpoint.timer import CheckpointTimer
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.trainer.callbacks import saved_run
+from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
+from xlstm_jax.trainer.data_module import DataloaderModule
+
+LOGGER = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class ModelCheckpointConfig(CallbackConfig):
+    """When to write checkpoints, what is in them and which to keep.
+
+    They are written before the validations of every `every_n_epochs`-th epoch, every `every_n_steps` steps, by time, at
+    the end of the training, and when a signal interrupts it.
+    """
+
+    max_to_keep: int | None = 1
+    """How many of the newest checkpoints to keep, `None` for all. The best one is kept beside them."""
+    monitor: str | None = None
+    """The metric of a validation that says which checkpoint is the best."""
+    mode: str = "min"
+    """Whether low (`min`) or high (`max`) values of the monitored metric are good."""
+    keep_every: int | None = None
+    """Keep all checkpoints whose step is a multiple of this."""
+    every_n_minutes: float | None = None
+    """Write a checkpoint if the last one is that old; `None` never does."""
+    save_at_end: bool = True
+    """Write a checkpoint after the last step."""
+    save_optimizer_state: bool = True
+    save_dataloader_state: bool = True
+    enable_async_checkpointing: bool = True
+    """Go on with the training while a checkpoint is being written."""
+    log_path: Path | str | None = None
+    """The folder in which the folder `checkpoints` lies; that of the logger if `None`. May be `gs://bucket/folder`."""
+
+    def __post_init__(self):
+        self._check_runs_in_all_processes()
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"mode is {self.mode!r}: choose min or max.")
+        for name in ("max_to_keep", "keep_every", "every_n_minutes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}, but has to be above 0, or None.")
+
+    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "ModelCheckpoint":
+        """Build the callback that this config describes."""
+        return ModelCheckpoint(self, trainer, data_module)
+
+
+class ModelCheckpoint(Callback):
+    """Writes the state of a run, what callbacks keep, where data loaders stand, the configs and the metrics.
+
+    The state is safe before a validation begins; the metrics are added after it. A state with NaN is never written. The
+    callback belongs behind all others, so that what it writes of them is as new as the state.
+
+    Args:
+        config: When to write, what and which to keep.
+        trainer: The trainer.
+        data_module: The data of the run, if it is known already.
+    """
+
+    saves_state = True
+
+    def __init__(self, config: ModelCheckpointConfig, trainer: Any, data_module: DataloaderModule | None = None):
+        super().__init__(config, trainer, data_module)
+        log_path = trainer.log_path if config.log_path is None else config.log_path
+        if log_path is None:
+            raise ConfigError("Checkpoints need a folder: set log_path of the logger or of ModelCheckpointConfig.")
+        self.config: ModelCheckpointConfig = config
+        self.store = CheckpointStore(
+            checkpoint_folder(log_path),
+            retention=Retention(config.max_to_keep, config.keep_every, config.monitor, config.mode),
+            use_async=config.enable_async_checkpointing,
+        )
+        self._current: set[int] = set()  # the steps of this run up to now that are saved
+        self._timer = CheckpointTimer(config.every_n_minutes)
+
+    def on_training_start(self) -> None:
+        """Start to count the minutes."""
+        self._timer.restart()
+
+    def on_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
+        """Save if the last checkpoint is old."""
+        super().on_training_step(step_metrics, epoch_idx, step_idx)
+        if self._timer.is_due(step_idx):
+            self.save_state(step_idx)
+
+    def on_filtered_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Save every few steps."""
+        self.save_state(step_idx)
+
+    def on_filtered_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Save before a validation: if it fails, nothing is lost."""
+        self.save_state(step_idx)
+
+    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Add the metrics of a validation to the checkpoint."""
+        self.save_model(eval_metrics, step_idx)
+
+    def on_training_end(self) -> None:
+        """Save the last state."""
+        if self.config.save_at_end:
+            self.save_state(self.trainer.global_step)
+
+    def on_training_interrupted(self, epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Save, and wait until all is written."""
+        self.save_state(step_idx)
+        with self._measured():
+            self.store.wait()
+
+    def set_dataset(self, data_module: DataloaderModule) -> None:
+        """Take over the data of the run."""
+        super().set_dataset(data_module)
+        for name, loader in saved_run.named_loaders(data_module).items():
+            if self.config.save_dataloader_state and not hasattr(loader, "get_state"):
+                LOGGER.warning("The data loader %r has no `get_state`: a resumed run will start it anew.", name)
+
+    def save_state(self, step_idx: int) -> bool:
+        """Save the state, unless that is done; return whether it is, which it is not for a state with NaN."""
+        if step_idx in self._current:
+            return True
+        jax.block_until_ready(self.trainer.state.step)  # Steps that still run are not part of the time of a save.
+        if not self.trainer.state_is_good():
+            LOGGER.error("A step before %d was bad, and the run has not gone on since: it is not saved.", step_idx)
+            return False
+        with self._measured():
+            state = saved_run.state_arrays(self.trainer)
+            if not self.config.save_optimizer_state:
+                state.pop("opt_state", None)
+            if not is_sound(state["params"], state.get("opt_state")):
+                LOGGER.error("The state of step %d is not finite: it is not saved.", step_idx)
+                return False
+            documents = saved_run.run_documents(self.trainer)
+            if self.config.save_dataloader_state:
+                documents["data"] = saved_run.data_document(self.data_module)
+            self.store.save(step_idx, {**saved_run.callback_arrays(self.trainer), **state}, documents)
+        self._current.add(step_idx)
+        self._timer.restart()
+        return True
+
+    def save_model(self, eval_metrics: Mapping[str, Any], step_idx: int) -> None:
+        """Save the state, unless the checkpoint of this step has it already, and add metrics to it.
+
+        Args:
+            eval_metrics: The metrics of a validation; only numbers and strings are kept.
+            step_idx: The step.
+
+        Raises:
+            ConfigError: If the monitored metric is missing. The state is saved all the same.
+        """
+        if not self.save_state(step_idx):
+            return
+        with self._measured():
+            plain = {name: value for name, value in eval_metrics.items() if isinstance(value, bool | int | float | str)}
+            self.store.save_metrics(step_idx, plain)
+            self.store.save_document(step_idx, "callbacks", saved_run.callback_states(self.trainer))
+        if self.config.monitor is not None and self.config.monitor not in plain:
+            raise ConfigError(
+                f"The metric {self.config.monitor!r} to monitor is not among those of the validation, {sorted(plain)}: "
+                "set `monitor` of ModelCheckpointConfig to one of them."
+            )
+
+    def has_metrics(self, step_idx: int) -> bool:
+        """Tell whether the checkpoint of a step, if there is one, has the metrics of a validation."""
+        return step_idx not in self.store.steps() or bool(self.store.read_document(step_idx, "metrics"))
+
+    def save_dataloader(self, step_idx: int) -> None:
+        """Write where the data loaders stand now into the checkpoint of a step, as saving the state does too."""
+        self.store.save_document(step_idx, "data", saved_run.data_document(self.data_module))
+
+    def load_model(
+        self, step_idx: int = -1, load_best: bool = False, delete_params_before_loading: bool = False
+    ) -> dict[str, Any]:
+        """Read the state of a run that goes on.
+
+        Args:
+            step_idx: The step; below 0, the checkpoint that was written last.
+            load_best: Take the best checkpoint instead.
+            delete_params_before_loading: Delete the state of the trainer before reading, so that there is room for it.
+
+        Returns:
+            The parts of the train state by name, on the mesh of the trainer; parts that were not saved are left out.
+            Also `run`, what `run_state` of the trainer returned, and `callbacks`, for `saved_run.restore_callbacks`.
+
+        Raises:
+            ValueError: If the run cannot go on under the configs of the trainer.
+        """
+        step = self.resolve_step_idx(step_idx, load_best)
+        differences = saved_run.log_differences(self.store, step, self.trainer)
+        if forbidding := [str(difference) for difference in differences if difference.forbids_resuming]:
+            raise ValueError(
+                f"The run in {self.store.folder} cannot go on with other settings: {'; '.join(forbidding)}. Go back to "
+                "the old ones, or start a new run, with another log_path, from its parameters: "
+                "load_pretrained_model(..., load_optimizer=False)."
+            )
+        state = saved_run.load_run(self.store, step, self.trainer, free=delete_params_before_loading)
+        self._current = {other for other in self._current if other < step} | {step}
+        return state
+
+    def load_dataloader(self, step_idx: int = -1, load_best: bool = False) -> dict[str, Any]:
+        """Read where the data loaders stood.
+
+        Returns:
+            The states of this process's loaders by name: `train`, `val` or `val_<name>`, `test` or `test_<name>`.
+        """
+        return saved_run.load_data(self.store, self.resolve_step_idx(step_idx, load_best))
+
+    def resolve_step_idx(self, step_idx: int, load_best: bool) -> int:
+        """Return the step of the checkpoint to load.
+
+        Raises:
+            CheckpointNotFoundError: If there is no such checkpoint.
+        """
+        return self.store.resolve(step_idx, best=load_best)
+
+    def finalize(self, status: str | None = None) -> None:  # noqa: ARG002
+        """Wait until all is written. The callback can be used again."""
+        with self._measured():
+            self.store.close()
+
+    def _measured(self) -> contextlib.AbstractContextManager:
+        """Count the time of a block for checkpoints, if the trainer has a clock."""
+        clock = getattr(self.trainer, "clock", None)
+        return contextlib.nullcontext() if clock is None else clock.measure("checkpoint")
+
+
+def load_pretrained_model(
+    checkpoint_path: Path | str,
+    trainer: Any,
+    step_idx: int = -1,
+    load_optimizer: bool = True,
+    load_best: bool = False,
+    delete_params_before_loading: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Read the state of another run; its model has to be the same, other settings may differ.
+
+    Args:
+        checkpoint_path: The folder of that run, in which `checkpoints` lies, or that folder itself.
+        trainer: The trainer, whose state says how the arrays have to be laid out.
+        step_idx: The step; below 0, the checkpoint that was written last.
+        load_optimizer: Whether to go on with the optimizer, the step and the random key too, as if it were one run.
+        load_best: Take the best checkpoint instead, by the metric that the run monitored.
+        delete_params_before_loading: Delete the state of the trainer before reading, so that there is room for it.
+
+    Returns:
+        The parts of the train state by name (see `ModelCheckpoint.load_model`), the states of the data loaders by name,
+        and the step.
+    """
+    with contextlib.closing(CheckpointStore(checkpoint_folder(checkpoint_path), read_only=True)) as store:
+        step = store.resolve(step_idx, best=load_best)
+        saved_run.log_differences(store, step, trainer)
+        load = saved_run.load_run if load_optimizer else saved_run.load_params
+        return load(store, step, trainer, free=delete_params_before_loading), saved_run.load_data(store, step), step

@@ -1,0 +1,116 @@
+"""The end of a run that no longer gets better."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
+from xlstm_jax.trainer.data_module import DataloaderModule
+
+LOGGER = logging.getLogger(__name__)
+
+Mode = Literal["min", "max"]
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class EarlyStoppingConfig(CallbackConfig):
+    """What has to get better, and how soon."""
+
+    monitor: str
+    """A metric of validations, such as `loss`; that of a named set is `<set>_<metric>`."""
+    mode: Mode = "min"
+    """Whether less or more of it is better."""
+    patience: int = 3
+    """After how many validations in a row without improvement the run stops."""
+    min_delta: float = 0.0
+    """What is better by no more than this is no improvement."""
+
+    def __post_init__(self):
+        self._check_runs_in_all_processes()
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"mode is {self.mode!r}: choose from {', '.join(get_args(Mode))}.")
+        if self.patience < 1:
+            raise ConfigError(f"patience is {self.patience}: it has to be 1 or more.")
+        if self.min_delta < 0:
+            raise ConfigError(f"min_delta is {self.min_delta}, but must not be negative.")
+
+    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "EarlyStopping":
+        """Build the callback."""
+        return EarlyStopping(self, trainer, data_module)
+
+
+class EarlyStopping(Callback):
+    """Stops a run after some validations without improvement.
+
+    A metric that is not finite is no improvement. A run that has stopped and is started again from its last checkpoint
+    stops at once; with more patience, it goes on.
+
+    Args:
+        config: What has to get better.
+        trainer: The trainer.
+        data_module: The data of the run.
+
+    Attributes:
+        best: The best value so far, or `None`.
+        num_without_improvement: How many validations there were since then.
+    """
+
+    def __init__(self, config: EarlyStoppingConfig, trainer: Any, data_module: DataloaderModule | None = None):
+        super().__init__(config, trainer, data_module)
+        self.config = config
+        self.best: float | None = None
+        self.num_without_improvement = 0
+
+    def on_training_start(self) -> None:
+        """Stop a run that has already ended."""
+        self._stop_if_out_of_patience()
+
+    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Compare the metric with the best one."""
+        monitor = self.config.monitor
+        if monitor not in eval_metrics:
+            raise ValueError(
+                f"Early stopping monitors {monitor!r}, which no validation reports: choose from "
+                f"{', '.join(sorted(eval_metrics))}."
+            )
+        value = float(eval_metrics[monitor])
+        if self._is_better(value):
+            self.best, self.num_without_improvement = value, 0
+        else:
+            self.num_without_improvement += 1
+        self._stop_if_out_of_patience()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and how long ago it was."""
+        return {
+            "monitor": self.config.monitor,
+            "best": self.best,
+            "num_without_improvement": self.num_without_improvement,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; values of another metric say nothing about this one."""
+        is_known = state_dict.get("monitor") == self.config.monitor
+        self.best = state_dict["best"] if is_known else None
+        self.num_without_improvement = state_dict["num_without_improvement"] if is_known else 0
+
+    def _is_better(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.best is None:
+            return True
+        gain = self.best - value if self.config.mode == "min" else value - self.best
+        return gain > self.config.min_delta
+
+    def _stop_if_out_of_patience(self) -> None:
+        if self.num_without_improvement >= self.config.patience:
+            self.trainer.should_stop = True
+            LOGGER.warning(
+                "Stopping: %s was no better than %s in %d validations. Raise the patience of early stopping to go on.",
+                self.config.monitor,
+                self.best,
+                self.num_without_improvement,
+            )

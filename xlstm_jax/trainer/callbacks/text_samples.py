@@ -1,0 +1,134 @@
+"""Text that the model writes at each evaluation, to see with one's own eyes what it has learnt."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.inference.sampling import temperature_sampling
+from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
+from xlstm_jax.trainer.data_module import DataloaderModule
+
+LOGGER = logging.getLogger(__name__)
+
+LOGGED_CHARACTERS = 80
+"""How much of a sample is in the log; the file has all of it."""
+
+
+class ByteTokenizer:
+    """Text as its bytes in UTF-8: the token of a byte is its value."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of bytes; what is no byte, or no UTF-8, is replaced."""
+        return bytes(token if token < 256 else 0xFF for token in tokens).decode(errors="replace")
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class TextSamplesConfig(CallbackConfig):
+    """What is to be continued, and how."""
+
+    prompts: list[str | list[int]]
+    """Each is a text or its tokens."""
+    max_length: int = 256
+    """How many tokens a sample has at most, the prompt included."""
+    num_samples: int = 1
+    """How many continuations each prompt gets."""
+    temperature: float = 1.0
+    eod_token_id: int = -1
+    """The token that ends a sample; -1 if none does."""
+    tokenizer: Any = None
+    """Anything that can `encode` a text and `decode` tokens; by default a token is a byte."""
+    seed: int = 0
+
+    def __post_init__(self):
+        self._check_runs_in_all_processes()
+        if not self.prompts:
+            raise ConfigError("prompts is empty: give at least one text to continue.")
+        if self.num_samples < 1:
+            raise ConfigError(f"num_samples is {self.num_samples}: it has to be 1 or more.")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature is {self.temperature}, but must not be negative.")
+
+    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "TextSamples":
+        """Build the callback."""
+        return TextSamples(self, trainer, data_module)
+
+
+class TextSamples(Callback):
+    """Writes samples to `<log_path>/samples/step_<step>.txt`, and how they begin to the log.
+
+    All are generated together, by a program that is compiled once. The same parameters give the same samples.
+
+    Args:
+        config: What to continue.
+        trainer: A trainer with `get_generate_fn`, such as `LLMTrainer`.
+        data_module: The data of the run.
+    """
+
+    def __init__(self, config: TextSamplesConfig, trainer: Any, data_module: DataloaderModule | None = None):
+        super().__init__(config, trainer, data_module)
+        self.config = config
+        self.tokenizer = ByteTokenizer() if config.tokenizer is None else config.tokenizer
+        self._prompts = [self._encode(prompt) for prompt in config.prompts for _ in range(config.num_samples)]
+        self._generate = trainer.get_generate_fn(
+            max_length=config.max_length,
+            eod_token_id=config.eod_token_id,
+            token_sample_fn=functools.partial(temperature_sampling, temperature=config.temperature),
+        )
+
+    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Write samples."""
+        self.write(step_idx)
+
+    def on_test_epoch_end(self, test_metrics: Mapping[str, Any], epoch_idx: int) -> None:  # noqa: ARG002
+        """Write samples."""
+        self.write(self.trainer.global_step)
+
+    def generate(self) -> list[tuple[str, str]]:
+        """Return prompts and their continuations."""
+        lengths = np.array([len(prompt) for prompt in self._prompts])
+        is_given = np.arange(lengths.max()) < lengths[:, None]
+        prefix = np.zeros(is_given.shape, np.int32)
+        prefix[is_given] = np.concatenate(self._prompts)
+        mask = None if is_given.all() else jnp.asarray(is_given)  # Without one, prompts are read in one pass.
+        results = self._generate(self.trainer.state, jax.random.PRNGKey(self.config.seed), jnp.asarray(prefix), mask)
+        tokens, is_valid = multihost_utils.process_allgather(results, tiled=True)
+        decode = self.tokenizer.decode
+        return [
+            (decode(prompt), decode(row[valid].tolist()[len(prompt) :]))
+            for prompt, row, valid in zip(self._prompts, tokens, is_valid, strict=True)
+        ]
+
+    def write(self, step_idx: int) -> None:
+        """Generate samples; the first process writes them down."""
+        samples = self.generate()
+        if jax.process_index() != 0:
+            return
+        for prompt, text in samples:
+            LOGGER.info("Sample at step %d: %r ... %r", step_idx, prompt, text[:LOGGED_CHARACTERS])
+        if self.trainer.log_path is not None:
+            folder = self.trainer.log_path / "samples"
+            folder.mkdir(parents=True, exist_ok=True)
+            content = "\n".join(f"--- {prompt!r}\n{text}\n" for prompt, text in samples)
+            (folder / f"step_{step_idx}.txt").write_text(content, encoding="utf-8")
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        encoded = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = list(getattr(encoded, "ids", encoded))  # The library tokenizers has them in an `Encoding`.
+        if not 1 <= len(tokens) < self.config.max_length:
+            raise ValueError(
+                f"The prompt {prompt!r} has {len(tokens)} tokens, but needs at least one and fewer than max_length "
+                f"{self.config.max_length}."
+            )
+        return tokens

@@ -1,0 +1,151 @@
+"""The end of a run that hangs: better an exit that can be restarted than devices that wait for ever."""
+
+import dataclasses
+import faulthandler
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
+from xlstm_jax.trainer.data_module import DataloaderModule
+
+LOGGER = logging.getLogger(__name__)
+
+HANG_EXIT_CODE = 75
+"""The code of a run that made no step within its deadline. In `sysexits.h` it means that trying again may help."""
+LOOKS_PER_DEADLINE = 20
+LONGEST_WAIT_SECONDS = 10.0
+REPORT_SECONDS = 30.0
+"""How long a report may take: what hangs may be the disk that it is written to."""
+STDERR = 2
+"""The file descriptor: `sys.stderr` may be no file."""
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class HangWatchdogConfig(CallbackConfig):
+    """How long nothing may happen."""
+
+    deadline_minutes: float = 30.0
+    """From one step to the next."""
+    first_deadline_minutes: float = 60.0
+    """Until the end of the first step, which is compiled."""
+    validation_deadline_minutes: float | None = None
+    """From the start of a validation or test to its end, and from there to the next step; `None` for that of the
+    first step."""
+
+    def __post_init__(self):
+        for name in ("deadline_minutes", "first_deadline_minutes", "validation_deadline_minutes"):
+            minutes = getattr(self, name)
+            if minutes is not None and minutes <= 0:
+                raise ConfigError(f"{name} is {minutes}, but has to be positive.")
+
+    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "HangWatchdog":
+        """Build the callback."""
+        return HangWatchdog(self, trainer, data_module)
+
+
+class HangWatchdog(Callback):
+    """Ends the process with `HANG_EXIT_CODE` if a run does not get on.
+
+    Where all threads are is written to stderr and to `<log_path>/hang_<pid>.txt` first. Time in which the process is
+    stopped does not count. What hangs without letting other threads run cannot be caught.
+
+    Args:
+        config: The deadlines.
+        trainer: The trainer.
+        data_module: The data of the run.
+    """
+
+    def __init__(self, config: HangWatchdogConfig, trainer: Any, data_module: DataloaderModule | None = None):
+        super().__init__(config, trainer, data_module)
+        self._step, self._first = 60 * config.deadline_minutes, 60 * config.first_deadline_minutes
+        minutes = config.validation_deadline_minutes
+        self._validation = self._first if minutes is None else 60 * minutes
+        self._deadline, self._num_signs = self._first, 0
+        self._has_ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def on_training_start(self) -> None:
+        """Start to watch."""
+        self.finalize()
+        self._has_ended.clear()
+        self._see(self._first)
+        self._thread = threading.Thread(target=self._watch, name="hang watchdog", daemon=True)
+        self._thread.start()
+
+    def on_training_epoch_start(self, epoch_idx: int) -> None:  # noqa: ARG002
+        """See that the run gets on."""
+        self._see(self._deadline)
+
+    def on_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Expect the next step."""
+        self._see(self._step)
+
+    def on_training_epoch_end(self, train_metrics: Mapping[str, Any], epoch_idx: int) -> None:  # noqa: ARG002
+        """See that the run gets on."""
+        self._see(self._deadline)
+
+    def on_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Expect a validation."""
+        self._see(self._validation)
+
+    def on_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Expect what other callbacks do after a validation."""
+        self._see(self._validation)
+
+    def on_training_end(self) -> None:
+        """Expect that a checkpoint is loaded for the test."""
+        self._see(self._validation)
+
+    def on_training_interrupted(self, epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Expect that a checkpoint is written."""
+        self._see(self._validation)
+
+    def on_test_epoch_start(self, epoch_idx: int) -> None:  # noqa: ARG002
+        """Expect a test."""
+        self._see(self._validation)
+
+    def on_test_epoch_end(self, test_metrics: Mapping[str, Any], epoch_idx: int) -> None:  # noqa: ARG002
+        """Expect the end of the run."""
+        self._see(self._validation)
+
+    def finalize(self, status: str | None = None) -> None:  # noqa: ARG002
+        """Watch no longer."""
+        self._has_ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _see(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._num_signs += 1
+
+    def _watch(self) -> None:
+        shortest = min(self._step, self._first, self._validation)
+        wait_seconds = min(shortest / LOOKS_PER_DEADLINE, LONGEST_WAIT_SECONDS)
+        num_signs, seconds = self._num_signs, 0.0
+        while not self._has_ended.wait(wait_seconds):
+            seconds += wait_seconds
+            if num_signs != self._num_signs:
+                num_signs, seconds = self._num_signs, 0.0
+            elif seconds >= self._deadline:
+                report = threading.Thread(target=self._report, args=(seconds,), daemon=True)
+                report.start()
+                report.join(REPORT_SECONDS)
+                os._exit(HANG_EXIT_CODE)
+
+    def _report(self, seconds: float) -> None:
+        faulthandler.dump_traceback(STDERR)
+        LOGGER.critical(
+            "Nothing has happened for %.1f s after step %d: the run hangs. Leaving with code %d.",
+            seconds,
+            self.trainer.global_step,
+            HANG_EXIT_CODE,
+        )
+        if self.trainer.log_path is not None:
+            with open(self.trainer.log_path / f"hang_{os.getpid()}.txt", "a", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+        logging.shutdown()

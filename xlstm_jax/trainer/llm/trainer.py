@@ -1,0 +1,263 @@
+"""The trainer of language models: its loss, generation, and evaluation chunk by chunk."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from xlstm_jax.common_types import HostMetrics, ImmutableMetrics, Metrics, PyTree, StepMetrics, TrainState
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.batch import Batch, LLMBatch
+from xlstm_jax.trainer.base.config import TrainerConfig
+from xlstm_jax.trainer.base.steps import Whole, eval_step
+from xlstm_jax.trainer.base.trainer import TrainerModule
+from xlstm_jax.trainer.llm.loss import add_perplexities, count_targets, next_token_loss
+from xlstm_jax.trainer.llm.sampling import generate_tokens, temperature_sampling
+from xlstm_jax.trainer.placement import on_mesh, zeros_on_mesh
+
+EXAMPLE_LENGTH = 64
+GenerateFn = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class LLMTrainerConfig(TrainerConfig):
+    """How a language model is trained."""
+
+    log_logit_stats: bool = False
+    """Report norms, deviations and maxima of logits; all logits of a minibatch are then held."""
+    bytes_per_token: float | None = None
+    """The mean bytes of text in a token, 1 for a model of bytes. With it, losses are reported as bits per byte too."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.bytes_per_token is not None and self.bytes_per_token <= 0:
+            raise ConfigError(f"bytes_per_token is {self.bytes_per_token}, but has to be positive.")
+
+
+class LLMTrainer(TrainerModule):
+    """Trains a language model on `LLMBatch`es. The loss is the mean over all targets of the batch that count."""
+
+    config_class = LLMTrainerConfig
+    trainer_config: LLMTrainerConfig
+
+    def count_targets(self, batch: Batch) -> jax.Array | None:
+        """Count the targets that are no padding."""
+        return count_targets(_as_llm_batch(batch))
+
+    def loss_function(
+        self,
+        params: Any,
+        apply_fn: Any,
+        batch: Batch,
+        rng: jax.Array,
+        train: bool = True,
+        mutable_variables: Mapping[str, Any] | None = None,
+        whole: Whole | None = None,
+    ) -> tuple[jax.Array, tuple[StepMetrics, PyTree]]:
+        """Return the cross-entropy of the targets, with metrics and mutable variables; see `next_token_loss`."""
+        return next_token_loss(
+            params,
+            apply_fn,
+            _as_llm_batch(batch),
+            rng,
+            axis_names=self.axis_names,
+            train=train,
+            mutable_variables=mutable_variables,
+            whole=whole,
+            log_logit_stats=self.trainer_config.log_logit_stats,
+        )
+
+    def get_metric_postprocess_fn(self) -> Callable[[HostMetrics], HostMetrics]:
+        """Return a function that adds perplexities, and bits per byte where the bytes of a token are known."""
+        return functools.partial(add_perplexities, bytes_per_token=self.trainer_config.bytes_per_token)
+
+    @classmethod
+    def example_batch(cls, num_rows: int) -> Batch:
+        """Return the shapes of a batch; any length will do."""
+        return LLMBatch.get_dtype_struct(num_rows, EXAMPLE_LENGTH)
+
+    def get_generate_fn(
+        self,
+        max_length: int = 2048,
+        eod_token_id: int = -1,
+        token_sample_fn: Callable[[jax.Array, jax.Array], jax.Array] = temperature_sampling,
+        gather_params_once: bool = False,
+        param_dtype: DTypeLike | None = None,
+    ) -> GenerateFn:
+        """Return a function that continues sequences.
+
+        Args:
+            max_length: The length of a sequence, prefix included.
+            eod_token_id: The token that ends a document; -1 if none does.
+            token_sample_fn: Chooses tokens from logits and a key.
+            gather_params_once: Whether to gather parameters once, instead of for each token: faster, if they fit.
+            param_dtype: The precision of the parameters; their own by default.
+
+        Returns:
+            A function `(state, rng, prefix_tokens, prefix_mask=None, cache=None) -> (tokens, is_valid)`. Prefixes are
+            `[rows, length]`, or `[length]` for one row; tokens `[rows, max_length]`, zeros where they are not valid.
+        """
+        data_axes = (self.data_axis_name, self.fsdp_axis_name)
+        rows, per_device = P(data_axes), P(self.axis_names)
+        num_parts = math.prod(self.mesh.shape[axis] for axis in data_axes)
+
+        def generate(state: TrainState, rng: jax.Array, prefix: jax.Array, mask: Any, cache: Any) -> Any:
+            return generate_tokens(
+                state,
+                rng,
+                prefix,
+                mask,
+                cache=_first(cache),
+                max_length=max_length,
+                eod_token_id=eod_token_id,
+                token_sample_fn=token_sample_fn,
+                gather_params_once=gather_params_once,
+                data_axis_name=self.data_axis_name,
+                fsdp_axis_name=self.fsdp_axis_name,
+                param_dtype=param_dtype,
+            )
+
+        specs = (self.state_partition_specs, P(), rows, rows, per_device)
+        compiled = jax.jit(on_mesh(generate, self.mesh, specs, rows))
+
+        def run(
+            state: TrainState,
+            rng: jax.Array,
+            prefix_tokens: jax.Array | np.ndarray,
+            prefix_mask: jax.Array | np.ndarray | None = None,
+            cache: PyTree | None = None,
+        ) -> tuple[jax.Array, jax.Array]:
+            prefix_tokens = jnp.atleast_2d(prefix_tokens)
+            num_rows = prefix_tokens.shape[0]
+            fill = functools.partial(_fill_rows, multiple=num_parts)
+            mask = None if prefix_mask is None else fill(jnp.atleast_2d(prefix_mask))
+            tokens, is_valid = compiled(state, rng, fill(prefix_tokens), mask, cache)
+            return tokens[:num_rows], is_valid[:num_rows]
+
+        return run
+
+    def get_cache_shape_dtype_struct(self, exmp_batch: LLMBatch | None = None) -> PyTree:
+        """Return the shapes of the recurrent state of a batch, with one entry for each device along the first axis."""
+        batch = self.exmp_batch if exmp_batch is None else exmp_batch
+        return jax.eval_shape(self._init_cache(), self.state, batch.inputs)
+
+    def create_recurrent_evaluation_step_function(
+        self,
+        chunk_size: int,
+        exmp_batch: LLMBatch | None = None,
+        cache_init_fn: Callable[[PyTree], PyTree] | None = None,
+    ) -> Callable[[TrainState, LLMBatch, Metrics | None], ImmutableMetrics]:
+        """Return an evaluation step that reads a batch chunk by chunk, with the memory that a chunk needs.
+
+        Args:
+            chunk_size: The tokens of a chunk.
+            exmp_batch: An example of a batch; that of the trainer by default.
+            cache_init_fn: Makes the state before the first chunk from its shapes; the model's own by default.
+
+        Returns:
+            A function `(state, batch, metrics) -> metrics`. Documents begin where they do in the whole batch.
+        """
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size is {chunk_size}: it has to be 1 or more.")
+        per_device = P(self.axis_names)
+        batch_specs, state_specs = self.batch_partition_specs, self.state_partition_specs
+        step = functools.partial(self._evaluate_chunk, chunk_size=chunk_size)
+        compiled = jax.jit(
+            on_mesh(step, self.mesh, (state_specs, batch_specs, P(), per_device, P()), (P(), per_device)),
+            donate_argnums=(2, 3),
+        )
+        init_cache = jax.jit(self._init_cache())
+
+        def first_metrics(state: TrainState, batch: LLMBatch) -> ImmutableMetrics:
+            batch = _fill_columns(batch, chunk_size)
+            return compiled(state, batch, None, init_cache(state, batch.inputs), 0)[0]
+
+        example = self.exmp_batch if exmp_batch is None else exmp_batch
+        metrics_shapes = jax.eval_shape(first_metrics, self.state, example)
+
+        def evaluate(state: TrainState, batch: LLMBatch, metrics: Metrics | None) -> Any:
+            batch = _fill_columns(batch, chunk_size)
+            if cache_init_fn is None:
+                cache = init_cache(state, batch.inputs)
+            else:
+                cache = cache_init_fn(jax.eval_shape(init_cache, state, batch.inputs))
+            metrics = zeros_on_mesh(metrics_shapes, self.mesh) if metrics is None else metrics
+            for index in range(batch.inputs.shape[1] // chunk_size):
+                metrics, cache = compiled(state, batch, metrics, cache, index)
+            return metrics
+
+        return evaluate
+
+    def _init_cache(self) -> Callable[[TrainState, jax.Array], PyTree]:
+        """Return a program that makes the state before the first token, with a first axis over devices."""
+
+        def init(state: TrainState, inputs: jax.Array) -> PyTree:
+            num_rows = (
+                inputs.shape[0] * self.mesh.shape[self.pipeline_axis_name] * self.mesh.shape[self.model_axis_name]
+            )
+            variables = {"params": state.params, **(state.mutable_variables or {})}
+            cache = state.apply_fn(variables, num_rows, method="init_state")
+            return jax.tree.map(lambda x: x[None], cache)
+
+        specs = (self.state_partition_specs, self.batch_partition_specs)
+        return on_mesh(init, self.mesh, specs, P(self.axis_names))
+
+    def _evaluate_chunk(
+        self, state: TrainState, batch: LLMBatch, metrics: Any, cache: PyTree, index: jax.Array, *, chunk_size: int
+    ) -> tuple[ImmutableMetrics, PyTree]:
+        start = index * chunk_size
+        chunk = _map_columns(lambda x: lax.dynamic_slice_in_dim(x, start, chunk_size, axis=1), batch)
+        after = None
+
+        def apply_fn(*args: Any, **kwargs: Any) -> Any:
+            nonlocal after
+            result = state.apply_fn(*args, state=_first(cache), return_state=True, **kwargs)
+            (outputs, after), *variables = result if "mutable" in kwargs else (result,)
+            return (outputs, *variables) if variables else outputs
+
+        vars(apply_fn)["__self__"] = getattr(state.apply_fn, "__self__", None)  # Tells what the model takes.
+        metrics = eval_step(
+            state.replace(apply_fn=apply_fn),
+            chunk,
+            metrics,
+            axis_names=self.axis_names,
+            loss_function=self.loss_function,
+            count_targets=self.count_targets,
+            seed=self.trainer_config.seed_eval,
+        )
+        return metrics, jax.tree.map(lambda x: x[None], after)
+
+
+def _as_llm_batch(batch: Batch) -> LLMBatch:
+    if not isinstance(batch, LLMBatch):
+        raise TypeError(f"A language model is trained on batches of LLMBatch, but this is a {type(batch).__name__}.")
+    return batch
+
+
+def _first(cache: PyTree) -> PyTree:
+    """Drop the axis over devices."""
+    return None if cache is None else jax.tree.map(lambda x: x[0], cache)
+
+
+def _fill_rows(x: jax.Array, multiple: int) -> jax.Array:
+    """Repeat the last row until the rows can be shared out."""
+    return jnp.pad(x, ((0, -x.shape[0] % multiple), (0, 0)), mode="edge")
+
+
+def _fill_columns(batch: LLMBatch, multiple: int) -> LLMBatch:
+    """Append padding until the columns make whole chunks, with the borders of documents as they are now."""
+    batch = dataclasses.replace(batch, _document_borders=batch.get_document_borders())
+    return _map_columns(lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple))), batch)
+
+
+def _map_columns(function: Callable[[jax.Array], jax.Array], batch: LLMBatch) -> LLMBatch:
+    """Change the arrays of tokens, and leave those with one entry for each row."""
+    return jax.tree.map(lambda x: function(x) if x.ndim > 1 else x, batch)

@@ -1,0 +1,113 @@
+"""Metrics and configs in files of the run's folder, written as training goes.
+
+A row is in both files of its mode when `log_metrics` returns, so a run that is killed loses at most the row that it
+was writing.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import pickle
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.trainer.logger.base_logger import Logger, LoggerTool, LoggerToolsConfig
+from xlstm_jax.trainer.logger.tables import CsvTable, JsonLines, replace_file
+from xlstm_jax.trainer.logger.values import json_value, plain_config
+
+LOGGER = logging.getLogger(__name__)
+
+CONFIG_FILES = {"json": "config.json", "yaml": "config.yaml", "pickle": "config.pkl"}
+LONGEST_NAME = 200
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class FileLoggerConfig(LoggerToolsConfig):
+    """How metrics and configs are written to files."""
+
+    log_step_key: str = "log_step"
+    """The column of the step."""
+    log_epoch_key: str = "log_epoch"
+    """The column of the epoch."""
+    config_format: str = "json"
+    """`json`, `yaml` or `pickle`."""
+    log_dir: str = "file_logs"
+    """The folder inside the folder of the run."""
+
+    def __post_init__(self):
+        if self.config_format not in CONFIG_FILES:
+            raise ConfigError(f"config_format is {self.config_format!r}: choose from {', '.join(CONFIG_FILES)}.")
+        if self.log_step_key == self.log_epoch_key:
+            raise ConfigError(f"log_step_key and log_epoch_key are both {self.log_step_key!r}: they have to differ.")
+
+    def create(self, logger: Logger) -> "FileLogger":
+        """Build the tool."""
+        return FileLogger(self, logger)
+
+
+class FileLogger(LoggerTool):
+    """Appends each row to `metrics_<mode>.csv` and to `metrics_<mode>.jsonl`, and writes the config.
+
+    A run that goes on in the same folder goes on in the same files. Characters of a mode that file names do not have
+    are percent-encoded, as in `metrics_a%2Fb.csv`. For the values see `tables.CsvTable` and `tables.JsonLines`. In a
+    config, numbers that are not finite are text, which `ConfigDict.from_dict` reads.
+
+    Args:
+        config: The names of columns and files.
+        logger: The logger, which knows the folder of the run.
+    """
+
+    def __init__(self, config: FileLoggerConfig, logger: Logger):
+        if logger.log_path is None:
+            raise ValueError("The file logger has no folder to write to: set `log_path` of the LoggerConfig.")
+        self.config = config
+        self.folder = Path(logger.log_path) / config.log_dir
+        self._logged_config: dict[str, Any] = {}
+        self._tables: dict[str, tuple[JsonLines, CsvTable]] = {}
+
+    def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
+        """Write the config, beside those that were logged before."""
+        self._logged_config |= plain_config(config)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kind = self.config.config_format
+        replace_file(self.folder / CONFIG_FILES[kind], [_serialize(self._logged_config, kind)])
+
+    def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
+        """Append a row."""
+        if mode not in self._tables:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"metrics_{_file_name(mode)}"
+            self._tables[mode] = JsonLines(Path(f"{path}.jsonl")), CsvTable(Path(f"{path}.csv"))
+        place = {self.config.log_step_key: step, self.config.log_epoch_key: epoch}
+        for table in self._tables[mode]:
+            table.append(place | metrics | place)
+
+    def drop_after(self, step: int) -> None:
+        """Remove the rows of later steps from the files of all modes, also of those that this run has not logged."""
+        for suffix, kind in {"jsonl": JsonLines, "csv": CsvTable}.items():
+            for path in self.folder.glob(f"metrics_*.{suffix}"):
+                kind(path).drop_after(self.config.log_step_key, step)
+
+    def finalize(self, status: str) -> None:  # noqa: ARG002
+        """Say that all is written."""
+        LOGGER.info("Finishing file logging.")
+
+
+def _file_name(mode: str) -> str:
+    name = urllib.parse.quote(mode, safe="")
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(mode.encode()).hexdigest()[:16]}"
+
+
+def _serialize(config: dict[str, Any], kind: str) -> bytes:
+    if kind == "pickle":
+        return pickle.dumps(config)
+    plain = json_value(config, non_finite=str)
+    text = json.dumps(plain, indent=2) + "\n" if kind == "json" else yaml.safe_dump(plain, sort_keys=False)
+    return text.encode()

@@ -1,0 +1,184 @@
+"""Files of rows that grow at their end and that a kill leaves whole.
+
+A row is one write of one line. A line that a kill cut short has no newline: the next to open the file drops it. Every
+other change writes a new file and puts it in the place of the old one.
+"""
+
+import csv
+import io
+import json
+import logging
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from xlstm_jax.trainer.logger.values import json_value
+
+LOGGER = logging.getLogger(__name__)
+
+BLOCK_BYTES = 2**16
+LONGEST_CELL = 2**31 - 1
+
+
+class JsonLines:
+    """Rows as a JSON object each; numbers that are not finite are `null`, arrays and tuples are lists.
+
+    Args:
+        path: The file, which need not be there yet.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        _drop_torn_line(path)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row."""
+        _append(self.path, f"{_to_json(row)}\n")
+
+    def drop_after(self, key: str, step: int) -> None:
+        """Remove the rows whose number under `key` is larger than `step`."""
+        if any(_is_later_line(line, key, step) for line in self._lines()):
+            replace_file(self.path, (line for line in self._lines() if not _is_later_line(line, key, step)))
+
+    def _lines(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            yield from file
+
+
+class CsvTable:
+    """Rows under one header, which grows when a row brings a new column.
+
+    Numbers that are not finite are `nan`, `inf` and `-inf`. Text of one line is as it is, all else is JSON text.
+
+    Args:
+        path: The file, which need not be there yet.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        _drop_torn_line(path)
+        self.columns = self._header()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row; columns that it does not have stay empty."""
+        if not row.keys() <= set(self.columns):
+            columns = list(dict.fromkeys([*self.columns, *row]))
+            replace_file(self.path, _to_csv(_widen(self._rows(), columns)))
+            self.columns = columns
+        (line,) = _to_csv([[_cell(row.get(column)) for column in self.columns]])
+        _append(self.path, line.decode())
+
+    def drop_after(self, key: str, step: int) -> None:
+        """Remove the rows whose number in the column `key` is larger than `step`."""
+        if key not in self.columns:
+            return
+        position = self.columns.index(key)
+        if any(_is_later_row(row, position, step) for row in self._rows()):
+            rows = (row for row in self._rows() if not _is_later_row(row, position, step))
+            replace_file(self.path, _to_csv(rows))
+
+    def _header(self) -> list[str]:
+        with closing(self._rows()) as rows:
+            return next(rows, [])
+
+    def _rows(self) -> Generator[list[str], None, None]:
+        if not self.path.exists():
+            return
+        limit = csv.field_size_limit(LONGEST_CELL)
+        try:
+            with self.path.open(newline="", encoding="utf-8") as file:
+                yield from csv.reader(file)
+        finally:
+            csv.field_size_limit(limit)
+
+
+def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a file so that whoever reads it, also after a crash, finds all of the old one or all of the new one."""
+    draft = path.with_name(f"{path.name}.tmp")
+    with draft.open("wb") as file:
+        file.writelines(chunks)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _append(path: Path, line: str) -> None:
+    """Add a line in one write; one that does not fit on the disk is taken back."""
+    data = line.encode()
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            written = file.write(data)
+            if written != len(data):
+                raise OSError(f"Only {written} of {len(data)} bytes fit into {path}: is the disk full?")
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def _drop_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = _end_of_last_line(file, size)
+        if end < size:
+            file.truncate(end)
+            LOGGER.warning("Dropped the last line of %s, whose writing was cut short: %d bytes.", path, size - end)
+
+
+def _end_of_last_line(file: io.BufferedRandom, size: int) -> int:
+    for start in range((size - 1) // BLOCK_BYTES * BLOCK_BYTES, -1, -BLOCK_BYTES):
+        file.seek(start)
+        newline = file.read(BLOCK_BYTES).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+    return 0
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(json_value(value, non_finite=lambda _: None), allow_nan=False)
+
+
+def _is_later_line(line: bytes, key: str, step: int) -> bool:
+    try:
+        value = json.loads(line)[key]
+    except (ValueError, KeyError, TypeError):  # Not a row of ours, so not ours to drop.
+        return False
+    return isinstance(value, int | float) and value > step
+
+
+def _is_later_row(row: list[str], position: int, step: int) -> bool:
+    try:
+        return float(row[position]) > step
+    except (ValueError, IndexError):  # The header, or not a row of ours.
+        return False
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool | int | float):
+        return str(value)
+    is_line = isinstance(value, str) and value.isprintable()
+    return value if is_line else _to_json(value)
+
+
+def _widen(rows: Iterable[list[str]], columns: list[str]) -> Iterator[list[str]]:
+    yield columns
+    old = iter(rows)
+    width = len(next(old, []))
+    for row in old:
+        yield row + [""] * (len(columns) - width)
+
+
+def _to_csv(rows: Iterable[list[str]]) -> Iterator[bytes]:
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n")
+    for row in rows:
+        writer.writerow(row)
+        yield buffer.getvalue().encode()
+        buffer.seek(0)
+        buffer.truncate()

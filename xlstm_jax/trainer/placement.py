@@ -1,0 +1,69 @@
+"""From the program of one device to one over global arrays: where states, batches and metrics live."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import FrozenDict
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.dataset.batch import Batch
+
+
+def on_mesh(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """Turn the program of a device into one over global arrays."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def init_sharded(function: Callable, mesh: Mesh, in_specs: Any, *arguments: Any) -> tuple[PyTree, PyTree]:
+    """Run a device's program whose results say by their boxes how they are split: they are born in their places.
+
+    Args:
+        function: The program.
+        mesh: The mesh.
+        in_specs: How the arguments are split.
+        *arguments: The arguments.
+
+    Returns:
+        The results and their partition specs.
+    """
+    shapes = jax.eval_shape(on_mesh(function, mesh, in_specs, P()), *arguments)
+    specs = nn.get_partition_spec(shapes)
+    return jax.jit(on_mesh(function, mesh, in_specs, specs))(*arguments), specs
+
+
+def place_batch(batch: Batch, mesh: Mesh, specs: P) -> Batch:
+    """Spread an example batch over a mesh; where there are only shapes, zeros take their place."""
+    num_rows = {x.shape[0] for x in jax.tree.leaves(batch)}
+    if any(rows % mesh.size for rows in num_rows):
+        raise ValueError(
+            f"A batch of {min(num_rows)} rows cannot be split over {mesh.size} devices: the number of rows has to be a "
+            f"multiple of it. Use {mesh.size} rows or a multiple, or a mesh of fewer devices."
+        )
+    sharding = NamedSharding(mesh, specs)
+
+    def place(x: Any) -> jax.Array:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jnp.zeros(x.shape, x.dtype, device=sharding)
+        return x if isinstance(x, jax.Array) and x.sharding == sharding else jax.device_put(x, sharding)
+
+    return jax.tree.map(place, batch)
+
+
+def zeros_on_mesh(shapes: PyTree, mesh: Mesh) -> FrozenDict:
+    """Return zeros of the given shapes on all devices."""
+    sharding = NamedSharding(mesh, P())
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+        out_shardings=jax.tree.map(lambda _: sharding, shapes),
+    )
+    return FrozenDict(zeros())
+
+
+def compile_step(step: Callable, *, donate: Sequence[int], debug: bool) -> Callable:
+    """Compile a step that overwrites some of its arguments; in a debugging run, leave it as it is."""
+    return step if debug else jax.jit(step, donate_argnums=tuple(donate))

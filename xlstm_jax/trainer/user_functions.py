@@ -1,0 +1,33 @@
+"""How a step calls the functions that users write: with a device's rows, and with the arguments that they take."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from xlstm_jax.dataset.batch import Batch
+from xlstm_jax.distributed.array_utils import axis_size
+
+
+def gather_rows(batch: Batch, axis_names: Sequence[str]) -> Batch:
+    """Give all devices that differ only in the pipeline and model axes the rows of all of them, in their order."""
+    shared = tuple(axis for axis in axis_names[2:] if axis_size(axis) > 1)
+    return jax.tree.map(lambda x: lax.all_gather(x, shared, axis=0, tiled=True), batch) if shared else batch
+
+
+def with_accepted(function: Callable, **arguments: Any) -> Callable:
+    """Bind those of the arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    accepted = {name: value for name, value in arguments.items() if takes_all or name in names}
+    return lambda *positional: function(*positional, **accepted)
+
+
+def describe(result: Any) -> str:
+    """Say what a function has returned, for an error."""
+    if isinstance(result, tuple | list):
+        return f"({', '.join(map(describe, result))})"
+    return f"an array of shape {result.shape}" if isinstance(result, jax.Array) else f"a {type(result).__name__}"
