@@ -46,6 +46,7 @@ def test_greedy_generation_follows_the_full_pass(name, sizes):
     assert is_valid.all()
 
     whole = make_trainer(model=MODELS[name], logger=None)  # The same seed gives the same parameters on every mesh.
+    tokens = np.asarray(tokens)  # from one mesh to another
     logits = jax.jit(whole.model.apply)({"params": whole.state.params}, jnp.asarray(tokens))
     np.testing.assert_array_equal(tokens[:, :4], prefix)
     np.testing.assert_array_equal(tokens[:, 4:], np.argmax(logits[:, 3:-1], axis=-1))
