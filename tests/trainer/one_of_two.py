@@ -8,6 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
 import jax
 import numpy as np
 from trainer.runs import SizedTokenLoader, TokenLoader, make_trainer
