@@ -157,3 +157,14 @@ def test_nothing_is_checked_if_nobody_asks():
 def test_a_bad_config_is_refused(options, message, unchecked_shapes):
     with pytest.raises(ConfigError, match=message):
         BadStepConfig(**options)
+
+
+def test_a_bad_step_is_noticed_at_the_end_though_nothing_is_logged():
+    trainer = make_trainer(trainer_class=FragileTrainer, logger=None)
+    statuses = []
+    trainer.logger.finalize = statuses.append
+    train(trainer, 3, num_steps=4)
+    assert statuses == ["nan"]
+    assert int(trainer.state.step) == 2
+    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=3)
+    assert statuses == ["nan", "success"]

@@ -13,23 +13,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax.core import FrozenDict
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from rich.progress import track
 
 from xlstm_jax.common_types import HostMetrics, ImmutableMetrics, Metrics, PyTree, StepMetrics, TrainState
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.models.configs import ModelConfig
+from xlstm_jax.trainer.base.bad_steps import BadStepHandling
 from xlstm_jax.trainer.base.clock import USEFUL, Clock, Heartbeat
 from xlstm_jax.trainer.base.config import TrainerConfig
+from xlstm_jax.trainer.base.evaluation import DataLoaders, EvalStep, Evaluation
 from xlstm_jax.trainer.base.guard import GuardState
-from xlstm_jax.trainer.base.hooks import CallbackHooks
-from xlstm_jax.trainer.base.loading import CheckpointLoading
 from xlstm_jax.trainer.base.param_utils import get_num_params, tabulate_params
 from xlstm_jax.trainer.base.plan import Plan, describe_data, describe_mesh, plan_run
 from xlstm_jax.trainer.base.run_metrics import RunMonitor
@@ -38,7 +36,7 @@ from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerConfig
-from xlstm_jax.trainer.logger.console import ConsoleLogger, ConsoleLoggerConfig
+from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig, build_gradient_transformations, build_optimizer
 from xlstm_jax.trainer.placement import compile_step, init_sharded, on_mesh, place_batch, zeros_on_mesh
@@ -47,9 +45,7 @@ __all__ = ["TrainerConfig", "TrainerModule"]
 
 LOGGER = logging.getLogger(__name__)
 
-DataLoaders = DataIterator | dict[str, DataIterator]
 TrainStep = Callable[[TrainState, Batch, Metrics | None], tuple[TrainState, ImmutableMetrics]]
-EvalStep = Callable[[Any, Batch, Metrics | None], ImmutableMetrics]
 
 
 class _Outcome(enum.Enum):
@@ -61,7 +57,7 @@ class _Outcome(enum.Enum):
     INTERRUPTED = enum.auto()
 
 
-class TrainerModule(CallbackHooks, CheckpointLoading):
+class TrainerModule(Evaluation, BadStepHandling):
     """Trains a model. A subclass writes `loss_function`, and overrides what else it needs to.
 
     Args:
@@ -126,8 +122,6 @@ class TrainerModule(CallbackHooks, CheckpointLoading):
         self.init_model(batch)
         self.create_jitted_functions()
         self.init_callbacks(trainer_config.callbacks)
-
-    # What a trainer is made of.
 
     def init_mesh(self, model_config: ModelConfig, mesh: Mesh | None = None) -> None:
         """Arrange the devices, and name the axes."""
@@ -236,8 +230,6 @@ class TrainerModule(CallbackHooks, CheckpointLoading):
         """Count the parameters."""
         return get_num_params(self.state.params)
 
-    # Steps.
-
     def loss_function(
         self, params: Any, apply_fn: Any, batch: Batch, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[StepMetrics, PyTree]]:
@@ -299,15 +291,6 @@ class TrainerModule(CallbackHooks, CheckpointLoading):
             batch = self.exmp_batch if batch is None else batch
             _, self._train_metric_shapes = jax.eval_shape(self.train_step, self.state, batch, None)
         return zeros_on_mesh(self._train_metric_shapes, self.mesh)
-
-    def init_eval_metrics(self, batch: Batch | None = None) -> FrozenDict:
-        """Return the metrics before the first batch of an evaluation."""
-        if self._eval_metric_shapes is None:
-            batch = self.exmp_batch if batch is None else batch
-            self._eval_metric_shapes = jax.eval_shape(self.eval_step, self.state, batch, None)
-        return zeros_on_mesh(self._eval_metric_shapes, self.mesh)
-
-    # Training.
 
     def train_model(
         self,
@@ -416,7 +399,8 @@ class TrainerModule(CallbackHooks, CheckpointLoading):
             is_logged = self.logger.is_due(step)
             metrics = self.logger.log_step(metrics, step)
             is_validated = self._is_due(step, config.check_val_every_n_steps) and val_loader is not None
-            if self._has_gone_bad(is_logged=is_logged, may_wait=is_validated):
+            is_last = step >= plan.num_train_steps or plan.ends_epoch(step)
+            if self._has_gone_bad(is_logged=is_logged, may_wait=is_validated or is_last):
                 return _Outcome.BAD_STEP, metrics
             if is_logged:
                 self._batch_of_step.clear()
@@ -426,9 +410,7 @@ class TrainerModule(CallbackHooks, CheckpointLoading):
                 return _Outcome.INTERRUPTED, metrics
             if is_validated:
                 results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
-            if step >= plan.num_train_steps or self.should_stop:
-                break
-            if plan.ends_epoch(step):
+            if is_last or self.should_stop:
                 break
         return _Outcome.END_OF_EPOCH, metrics
 
@@ -461,117 +443,6 @@ class TrainerModule(CallbackHooks, CheckpointLoading):
         if checkpoints is not None and checkpoints.store.latest() not in (None, self.global_step):
             self.load_model()
 
-    # Bad steps.
-
-    def state_is_good(self) -> bool:
-        """Check that no bad step has stopped the state from moving on, and that the run may save it. Waits for it."""
-        guard = self.state.guard
-        return guard is None or self.trainer_config.bad_steps.policy == "skip" or int(guard.first_bad) == 0
-
-    def _has_gone_bad(self, *, is_logged: bool, may_wait: bool) -> bool:
-        """Check where it costs nothing whether the run cannot go on as it is."""
-        if not self.trainer_config.check_for_nan:
-            return False
-        if self.trainer_config.bad_steps.policy == "skip":
-            return False
-        if is_logged and (self.logger.found_nans or self.monitor.num_bad > self._num_bad_seen):
-            return True
-        return may_wait and not self.state_is_good()
-
-    def _look_again(self) -> None:
-        """Let the state move on after a bad step."""
-        guard = self.state.guard
-        if guard is not None:
-            self._num_bad_seen = int(guard.num_bad)
-            zeros = jax.tree.map(lambda x: jax.device_put(np.zeros((), x.dtype), x.sharding), guard.first_bad)
-            self.state = self.state.replace(guard=guard._replace(first_bad=zeros))
-
-    def _prepare_rollback(self) -> None:
-        """Make sure that there is a state to go back to."""
-        checkpoints = self._checkpoints()
-        if checkpoints is not None and self.trainer_config.bad_steps.policy == "rollback":
-            checkpoints.save_state(self.global_step)
-
-    def _roll_back(self, train_loader: DataIterator) -> None:
-        """Return to the last checkpoint, and leave out the batch of the first bad step from now on."""
-        limit = self.trainer_config.bad_steps.max_rollbacks
-        if self.num_rollbacks >= limit:
-            raise RuntimeError(
-                f"The run was rolled back {limit} times and has met a bad step again. Lower the learning rate, look at "
-                "the batches named in the log, or raise bad_steps.max_rollbacks."
-            )
-        bad_step = int(self.state.guard.first_bad)
-        bad_batch = self._batch_of_step[bad_step]
-        skipped, num_rollbacks = self.skipped_batches | {bad_batch}, self.num_rollbacks + 1
-        self.load_model()
-        self.load_data_loaders(train_loader=train_loader)
-        self.skipped_batches, self.num_rollbacks = skipped, num_rollbacks
-        self.logger.found_nans = False
-        self.logger.drop_after(self.global_step)
-        self._look_again()
-        self.monitor.start(self.global_step)
-        LOGGER.warning(
-            "Step %d was bad: back to step %d, and batch %d is left out.", bad_step, self.global_step, bad_batch
-        )
-
-    # Evaluation.
-
-    def eval_model(self, data_loader: DataLoaders, mode: str, epoch_idx: int) -> dict[str, Any]:
-        """Evaluate the model.
-
-        Args:
-            data_loader: The batches, or several sets of them by name.
-            mode: Under what to log, such as `val` or `test`.
-            epoch_idx: The index of the epoch.
-
-        Returns:
-            The metrics, averaged over the data; those of named sets under `<set>_<metric>`.
-        """
-        self.logger.start_epoch(epoch_idx, self.global_step, mode=mode)
-        if isinstance(data_loader, Mapping):
-            metrics = FrozenDict(
-                {
-                    f"{name}_{key}": value
-                    for name, loader in data_loader.items()
-                    for key, value in self._run_model_eval(loader, f"{mode}/{name}", epoch_idx).items()
-                }
-            )
-        else:
-            metrics = self._run_model_eval(data_loader, mode, epoch_idx)
-        _, host_metrics = self.logger.end_epoch(metrics, self.global_step)
-        return host_metrics
-
-    def test_model(self, test_loader: DataLoaders, apply_callbacks: bool = False, epoch_idx: int = 0) -> dict[str, Any]:
-        """Evaluate the model in mode `test`, with or without the hooks of callbacks."""
-        if apply_callbacks:
-            self.on_test_epoch_start(epoch_idx)
-        metrics = self.eval_model(test_loader, mode="test", epoch_idx=epoch_idx)
-        if apply_callbacks:
-            self.on_test_epoch_end(metrics, epoch_idx)
-        return metrics
-
-    def test_eval_function(self, val_loader: DataLoaders | None) -> None:
-        """Evaluate one batch of each set: what is wrong with them shows before the training, not after an epoch."""
-        if val_loader is None:
-            LOGGER.info("There is no validation: val_loader is None.")
-            return
-        loaders: dict[str, Any] = {"val": val_loader}
-        if isinstance(val_loader, Mapping):
-            loaders = dict(val_loader)
-        for name, loader in loaders.items():
-            is_resumable = hasattr(loader, "get_state") and hasattr(loader, "set_state")
-            position = loader.get_state() if is_resumable else None
-            batch = next(iter(loader), None)
-            if batch is None:
-                raise ValueError(
-                    f"The loader {name!r} for validation is empty: it has fewer examples than a batch, or its files "
-                    "hold nothing. Pass None for no validation."
-                )
-            with self.clock.measure("compile"):
-                jax.block_until_ready(self.eval_step(self.state, batch, self.init_eval_metrics(batch)))
-            if is_resumable:
-                loader.set_state(position)
-
     def _eval_model_in_train_loop(self, val_loader: DataLoaders, epoch_idx: int) -> dict[str, Any]:
         with self.clock.measure("evaluation"):
             self.on_validation_epoch_start(epoch_idx=epoch_idx, step_idx=self.global_step)
@@ -597,23 +468,6 @@ class TrainerModule(CallbackHooks, CheckpointLoading):
             LOGGER.warning("Step %d was validated already: epoch %d has its metrics.", self.global_step, epoch_idx)
             return known
         return self._eval_model_in_train_loop(val_loader, epoch_idx)
-
-    def _run_model_eval(self, data_loader: DataIterator, mode: str = "", epoch_idx: int = -1) -> Any:
-        """Return the accumulated metrics of all batches, still on the device."""
-        metrics = None
-        for batch in self.tracker(data_loader, desc=f"{mode} {epoch_idx}"):
-            metrics = self.eval_step(self.state, batch, self.init_eval_metrics(batch) if metrics is None else metrics)
-        if metrics is None:
-            raise ValueError(f"The loader for {mode!r} gave no batch: it is empty or used up.")
-        return metrics
-
-    def tracker(self, iterator: Any, **kwargs: Any) -> Iterator:
-        """Iterate, with a progress bar on a terminal; `desc` and `total` are those of tqdm."""
-        console = next((tool.console for tool in self.logger.log_tools if isinstance(tool, ConsoleLogger)), None)
-        if console is None or not console.is_terminal:
-            return iter(iterator)
-        total = kwargs.get("total") or (len(iterator) if hasattr(iterator, "__len__") else None)
-        return iter(track(iterator, description=kwargs.get("desc", ""), total=total, console=console, transient=True))
 
     def log_training_info(
         self,
