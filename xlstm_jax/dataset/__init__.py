@@ -5,13 +5,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xlstm_jax.dataset.batch import Batch, LLMBatch, LLMIndexedBatch
+    from xlstm_jax.dataset.configs import (
+        DataConfig,
+        GrainArrayRecordsDataConfig,
+        HFHubDataConfig,
+        SyntheticDataConfig,
+    )
 
-__all__ = ["Batch", "LLMBatch", "LLMIndexedBatch"]
+__all__ = [
+    "Batch",
+    "DataConfig",
+    "GrainArrayRecordsDataConfig",
+    "HFHubDataConfig",
+    "LLMBatch",
+    "LLMIndexedBatch",
+    "SyntheticDataConfig",
+]
 
 _MODULES = {
     "Batch": "batch",
+    "DataConfig": "configs",
+    "GrainArrayRecordsDataConfig": "configs",
+    "HFHubDataConfig": "configs",
     "LLMBatch": "batch",
     "LLMIndexedBatch": "batch",
+    "SyntheticDataConfig": "configs",
 }
 
 

@@ -75,15 +75,23 @@ def draw_batch(
     if not 1 <= min_length <= max_length:
         raise ValueError(f"min_length is {min_length}, but must be from 1 to max_length {max_length}.")
     lengths = generator.integers(min_length, max_length, batch_size, endpoint=True)
-    inputs, targets, masks = zip(*(task(generator, int(length)) for length in lengths), strict=True)
-    positions = _pad([np.arange(length) for length in lengths], max_length)
+    return stack_examples([task(generator, int(length)) for length in lengths], max_length)
+
+
+def stack_examples(examples: Sequence[Example], length: int) -> LLMBatch:
+    """Make a batch of sequences, each a row that is padded to `length`.
+
+    The segmentation of the targets is 1 where an answer is asked for, and 0 elsewhere.
+    """
+    inputs, targets, masks = zip(*examples, strict=True)
+    positions = _pad([np.arange(len(row)) for row in inputs], length)
     return LLMBatch(
-        inputs=_pad(inputs, max_length),
-        targets=_pad(targets, max_length),
+        inputs=_pad(inputs, length),
+        targets=_pad(targets, length),
         inputs_position=positions,
-        inputs_segmentation=_pad([np.ones(length) for length in lengths], max_length),
+        inputs_segmentation=_pad([np.ones(len(row)) for row in inputs], length),
         targets_position=positions.copy(),
-        targets_segmentation=_pad(masks, max_length),
+        targets_segmentation=_pad(masks, length),
     )
 
 

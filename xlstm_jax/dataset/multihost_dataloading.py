@@ -1,0 +1,229 @@
+"""Global batches: each process loads its own rows, and all of them together are one array."""
+
+import base64
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xlstm_jax.common_types import PyTree
+
+_BASE64 = "base64"
+_NUM_DRAWN = "num_drawn"
+
+
+class MultiHostDataLoadIterator:
+    """Yields batches that are split over all devices of a mesh, epoch after epoch.
+
+    A `for` loop is an epoch. The loader underneath goes on where it was, unless `reset_after_epoch` is set. After
+    `set_state` in the middle of an epoch, the next loop is the rest of it.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable,
+        global_mesh: Mesh,
+        iterator_length: int | None = None,
+        dataset_size: int | None = None,
+        reset_after_epoch: bool = False,
+        pad_shapes: bool = False,
+        pad_value: int | float = 0,
+    ):
+        """Wrap the loader of this process.
+
+        Args:
+            dataloader: Yields trees of host arrays, the rows of this process. If its iterators have `get_state` and
+                `set_state`, these say where it is. Otherwise its batches are counted, and drawn again to go on.
+            global_mesh: The mesh.
+            iterator_length: The number of batches in an epoch; `None` for all that the loader has.
+            dataset_size: The number of examples, for those who ask.
+            reset_after_epoch: Begin every epoch with the first batch.
+            pad_shapes: Pad arrays to the largest shape that they have in any process.
+            pad_value: What they are padded with.
+        """
+        self.dataloader = dataloader
+        self.global_mesh = global_mesh
+        self.iterator_length = iterator_length
+        self.dataset_size = dataset_size
+        self.reset_after_epoch = reset_after_epoch
+        self.pad_shapes = pad_shapes
+        self.pad_value = pad_value
+        self._batches = _LocalBatches(dataloader)
+        self._step = 0
+        self._is_mid_epoch = False
+
+    def reset(self) -> None:
+        """Go back to the first batch."""
+        self._batches.restart()
+        self._step = 0
+
+    def get_state(self) -> dict[str, Any]:
+        """Return where the iterator is: its step in the epoch, the length of an epoch, and where the loader is.
+
+        Where the loader returns bytes or what JSON can hold, JSON can hold the state.
+        """
+        return {
+            "step": self._step,
+            "iterator_length": self.iterator_length,
+            "iterator": self._batches.get_state(),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go to where an iterator of the same data was."""
+        if state["iterator_length"] != self.iterator_length:
+            raise ValueError(
+                f"The state is from epochs of {state['iterator_length']} batches, but here they have "
+                f"{self.iterator_length}: the data or the batch size is another one."
+            )
+        self._batches.set_state(state["iterator"])
+        self._step = state["step"]
+        self._is_mid_epoch = self._step > 0 and not self._has_ended()
+
+    def __iter__(self) -> "MultiHostDataLoadIterator":
+        if not self._is_mid_epoch:
+            self._step = 0
+            if self.reset_after_epoch:
+                self._batches.restart()
+        self._is_mid_epoch = False
+        return self
+
+    def __len__(self) -> int:
+        if self.iterator_length is None:
+            raise TypeError("This iterator has no length: it yields what its loader has. Set iterator_length.")
+        return self.iterator_length
+
+    def __next__(self) -> PyTree:
+        if self._has_ended():
+            raise StopIteration
+        self._is_mid_epoch = False
+        try:
+            batch = get_next_batch_sharded(
+                self._batches, self.global_mesh, pad=self.pad_shapes, pad_value=self.pad_value
+            )
+        except StopIteration:
+            self._step = 0  # The epoch is over: a state of now is not in the middle of one.
+            raise
+        self._step += 1
+        return batch
+
+    def _has_ended(self) -> bool:
+        return self.iterator_length is not None and self._step >= self.iterator_length
+
+
+class _LocalBatches(Iterator):
+    """The batches of this process, from a loader that may know where it is or only where it begins."""
+
+    def __init__(self, loader: Iterable):
+        self._loader = loader
+        self._open()
+        self._knows_its_place = hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")
+        self._beginning = self.get_state() if self._iterator is loader else None
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        self._num_drawn += 1
+        self._is_at_beginning = False
+        return batch
+
+    def restart(self) -> None:
+        if self._is_at_beginning:
+            return
+        if self._iterator is self._loader:
+            self.set_state(self._beginning)
+        else:
+            self._reopen()
+
+    def get_state(self) -> Any:
+        if not self._knows_its_place:
+            return {_NUM_DRAWN: self._num_drawn}
+        state = self._iterator.get_state()  # pyright: ignore[reportAttributeAccessIssue]
+        return {_BASE64: base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+
+    def set_state(self, state: Any) -> None:
+        if self._knows_its_place:
+            is_encoded = isinstance(state, Mapping) and set(state) == {_BASE64}
+            inner = base64.b64decode(state[_BASE64]) if is_encoded else state
+            self._iterator.set_state(inner)  # pyright: ignore[reportAttributeAccessIssue]
+            self._is_at_beginning = False
+        else:
+            self._draw_until(state[_NUM_DRAWN])
+
+    def _draw_until(self, num_drawn: int) -> None:
+        if num_drawn < self._num_drawn:
+            if self._iterator is self._loader:
+                raise ValueError(
+                    f"The loader is at batch {self._num_drawn} and cannot go back to {num_drawn}: a "
+                    f"{type(self._loader).__name__} can be read once, and has no get_state and set_state."
+                )
+            self._reopen()
+        while self._num_drawn < num_drawn:
+            next(self)
+
+    def _open(self) -> None:
+        self._iterator = iter(self._loader)
+        self._num_drawn = 0
+        self._is_at_beginning = True
+
+    def _reopen(self) -> None:
+        if hasattr(self._iterator, "close"):
+            self._iterator.close()  # pyright: ignore[reportAttributeAccessIssue]
+        self._open()
+
+
+def get_next_batch_sharded(
+    local_iterator: Iterator, global_mesh: Mesh, pad: bool = False, pad_value: int | float = 0
+) -> PyTree:
+    """Draw a batch in each process and make global arrays of all of them.
+
+    Args:
+        local_iterator: Yields trees of host arrays, the rows of this process.
+        global_mesh: The mesh; the first axis of each array is split over all of its devices.
+        pad: Pad arrays to the largest shape that they have in any process.
+        pad_value: What they are padded with.
+
+    Returns:
+        A tree of the same structure.
+    """
+    batch = jax.tree.map(np.asarray, next(local_iterator))
+    if pad and jax.process_count() > 1:
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = _largest_shapes([leaf.shape for leaf in leaves])
+        batch = jax.tree.unflatten(
+            structure, [_pad_array_to_shape(pair, pad_value) for pair in zip(leaves, shapes, strict=True)]
+        )
+    return jax.tree_util.tree_map_with_path(lambda path, array: _form_global_array(path, array, global_mesh), batch)
+
+
+def _largest_shapes(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return, for each array, the largest size of each axis in any process."""
+    everywhere = multihost_utils.process_allgather(np.array([size for shape in shapes for size in shape], np.int32))
+    largest = iter(np.max(everywhere, axis=0).tolist())
+    return [tuple(next(largest) for _ in shape) for shape in shapes]
+
+
+def _pad_array_to_shape(array_and_shape: tuple[np.ndarray, tuple[int, ...]], pad_value: int | float = 0) -> np.ndarray:
+    array, shape = array_and_shape
+    missing = [(0, size - own) for size, own in zip(shape, array.shape, strict=True)]
+    return np.pad(array, missing, constant_values=pad_value)
+
+
+def _form_global_array(path: Any, array: np.ndarray, global_mesh: Mesh) -> jax.Array:
+    num_devices = len(global_mesh.local_devices)
+    if array.ndim == 0 or array.shape[0] % num_devices:
+        raise ValueError(
+            f"The array {jax.tree_util.keystr(path)} of a batch has the shape {array.shape} in this process: its first "
+            f"axis must be a multiple of the {num_devices} devices here. Change the batch size."
+        )
+    shape, sharding = _build_global_shape_and_sharding(array.shape, global_mesh)
+    return jax.make_array_from_process_local_data(sharding, array, shape)
+
+
+def _build_global_shape_and_sharding(
+    local_shape: tuple[int, ...], global_mesh: Mesh
+) -> tuple[tuple[int, ...], NamedSharding]:
+    """Return the shape of all processes' rows together, and how they are split over all devices of the mesh."""
+    num_rows = local_shape[0] * global_mesh.size // len(global_mesh.local_devices)
+    return (num_rows, *local_shape[1:]), NamedSharding(global_mesh, PartitionSpec(global_mesh.axis_names))
