@@ -296,3 +296,11 @@ def test_a_place_that_cannot_be_written_to_is_refused(folder):
 
 def test_a_remote_path_keeps_its_slashes():
     assert str(CheckpointStore("gs://bucket/run").path(3)) == "gs://bucket/run/checkpoint_3"
+
+
+def test_what_a_killed_process_had_begun_to_delete_is_gone_after_opening(tmp_path):
+    (tmp_path / "deleted-checkpoint_3" / "params").mkdir(parents=True)
+    store = CheckpointStore(tmp_path)
+    assert store.steps() == []
+    assert not (tmp_path / "deleted-checkpoint_3").exists()
+    store.close()

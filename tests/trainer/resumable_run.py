@@ -77,11 +77,13 @@ def main():
     parser.add_argument("--mesh", default="one", choices=MESHES)
     parser.add_argument("--end", default="never")
     parser.add_argument("--at", type=int, default=0)
+    parser.add_argument("--log-every", type=int, default=1)
     options = parser.parse_args()
     mesh = make_mesh(**MESHES[options.mesh])
     trainer = make_trainer(
         MESHES[options.mesh],
         path=options.folder,
+        log_every_n_steps=options.log_every,
         check_val_every_n_steps=4,
         callbacks=[ModelCheckpointConfig(every_n_steps=3, max_to_keep=2, monitor="loss")],
     )

@@ -65,6 +65,15 @@ def test_a_run_that_was_ended_gives_the_same_numbers_bit_for_bit(ending, uninter
         assert json.loads((tmp_path / "started_at.json").read_text()) == at
 
 
+def test_rows_that_are_means_over_steps_are_the_same(tmp_path):
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    assert run(whole, "--log-every", "4").returncode == 0
+    assert run(split, "--log-every", "4", "--end", "SIGTERM", "--at", "6").returncode == 143
+    assert run(split, "--log-every", "4").returncode == 0
+    assert losses(split) == losses(whole)
+    assert list(losses(whole)) == [4, 8, 12]
+
+
 def test_a_run_goes_on_on_another_mesh(uninterrupted, tmp_path):
     ended = run(tmp_path, "--mesh", "dp2-fsdp2-tp2", "--end", "SIGTERM", "--at", "7")
     assert ended.returncode == 143, ended.stderr

@@ -5,13 +5,11 @@ import re
 
 from etils import epath
 
-from xlstm_jax.checkpoint.orbax import ocp
-
 FOLDER = "checkpoints"
 COMMIT_FILE = "commit_success.txt"
 """Without this file, Orbax takes a checkpoint on remote storage for half written."""
-DELETED_SUFFIX = f"{ocp.utils.TMP_DIR_SUFFIX}-deleted"
-"""Orbax does not list folders of such names, and removes them when it next opens the folder that they lie in."""
+DELETED_PREFIX = "deleted-"
+"""Orbax does not list folders of such names, and does not clean them up either, which it does beside other work."""
 
 
 def absolute(folder: str | os.PathLike) -> epath.Path:
@@ -55,4 +53,10 @@ def delete_checkpoint(path: epath.Path) -> None:
         (path / COMMIT_FILE).unlink(missing_ok=True)
         path.rmtree()
     else:
-        path.rename(path.with_name(path.name + DELETED_SUFFIX)).rmtree()
+        path.rename(path.with_name(DELETED_PREFIX + path.name)).rmtree()
+
+
+def clean_up(folder: epath.Path) -> None:
+    """Finish what a process that was killed had begun to delete."""
+    for path in folder.glob(f"{DELETED_PREFIX}*"):
+        path.rmtree()

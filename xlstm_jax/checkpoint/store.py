@@ -14,7 +14,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from xlstm_jax.checkpoint import layout
-from xlstm_jax.checkpoint.files import absolute, delete_checkpoint, write_atomically
+from xlstm_jax.checkpoint.files import absolute, clean_up, delete_checkpoint, write_atomically
 from xlstm_jax.checkpoint.items import check_fit, restore_args, save_args, stored_shapes
 from xlstm_jax.checkpoint.metadata import VERSION
 from xlstm_jax.checkpoint.orbax import ocp
@@ -252,6 +252,8 @@ class CheckpointStore:
                     f"{self.folder} needs a package that is not installed: {error}. For Google Cloud Storage, install "
                     "gcsfs and google-cloud-storage."
                 ) from error
+            if not self.read_only and jax.process_index() == 0:
+                clean_up(self.folder)
             self._load(self._opened.all_steps())
         return self._opened
 

@@ -91,17 +91,18 @@ def reduce_step_metrics(
 
 
 def get_metrics(
-    global_metrics: Metrics | dict[str, Any], reset_metrics: bool = True
+    global_metrics: Metrics | dict[str, Any], reset_metrics: bool = True, *, keep_empty: bool = True
 ) -> tuple[ImmutableMetrics, dict[str, Any]]:
     """Bring accumulated metrics to the host as numbers.
 
     Args:
         global_metrics: The accumulated metrics.
         reset_metrics: Whether to start anew afterwards.
+        keep_empty: Whether a metric without any count is 0, with a warning; otherwise it is left out.
 
     Returns:
-        The metrics to go on with, and the numbers under `<name>_<mode>`, or under `<name>` for `mean_nopostfix`. A
-        metric without any count is 0, with a warning. What is not a dictionary of modes passes through.
+        The metrics to go on with, and the numbers under `<name>_<mode>`, or under `<name>` for `mean_nopostfix`. What
+        is not a dictionary of modes passes through.
     """
     host_metrics = {}
     for name, modes in jax.device_get(unfreeze(global_metrics)).items():
@@ -109,6 +110,8 @@ def get_metrics(
             host_metrics[name] = _to_python(modes)
             continue
         for mode, sums in modes.items():
+            if not keep_empty and not np.any(sums["count"]):
+                continue
             key = name if mode == "mean_nopostfix" else f"{name}_{mode}"
             host_metrics[key] = _finish(key, mode, sums)
     kept = _zeros_like(global_metrics) if reset_metrics else global_metrics

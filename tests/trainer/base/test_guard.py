@@ -123,6 +123,37 @@ def test_a_rollback_gives_the_run_without_the_bad_batch(every_n_steps, tmp_path)
         np.testing.assert_array_equal(whole_state(trainer)[name], expected, err_msg=name)
 
 
+def test_epochs_keep_their_length_after_a_rollback(tmp_path):
+    trainer = make_trainer(
+        path=tmp_path,
+        trainer_class=FragileTrainer,
+        bad_steps=BadStepConfig(policy="rollback"),
+        callbacks=[ModelCheckpointConfig(every_n_steps=1)],
+    )
+    epochs = []
+    trainer.on_training_epoch_end = lambda metrics, epoch: epochs.append((epoch, trainer.num_drawn))
+    loader = TokenLoader(trainer.mesh, transform=poison(2))
+    trainer.train_model(loader, num_train_steps=8, steps_per_epoch=3)
+    assert epochs == [(1, 3), (2, 6), (3, 9)]
+
+
+def test_a_rollback_needs_a_loader_that_can_go_back(tmp_path):
+    trainer = make_trainer(
+        path=tmp_path, bad_steps=BadStepConfig(policy="rollback"), callbacks=[ModelCheckpointConfig(every_n_steps=1)]
+    )
+    with pytest.raises(ValueError, match="needs `get_state` and `set_state`"):
+        trainer.train_model([next(TokenLoader(trainer.mesh))], num_epochs=1)
+
+
+def test_a_skipped_step_is_no_row_of_zeros(tmp_path, caplog):
+    skip = BadStepConfig(policy="skip")
+    trainer = make_trainer(path=tmp_path, trainer_class=FragileTrainer, bad_steps=skip)
+    train(trainer, 2, num_steps=3)
+    assert list(losses(tmp_path)) == [1, 3]
+    assert "without any count" not in caplog.text
+    np.testing.assert_allclose(losses(tmp_path, "lr")[3], float(trainer.lr_scheduler(1)), rtol=1e-6)
+
+
 def test_a_run_that_only_meets_bad_batches_ends(tmp_path):
     trainer = make_trainer(
         path=tmp_path,

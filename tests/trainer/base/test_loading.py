@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from meshes import unboxed_tree
+from meshes import make_mesh, unboxed_tree
 from trainer.runs import SGD, SizedTokenLoader, TokenLoader, make_trainer, model_config, whole_state
 
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
@@ -37,6 +37,23 @@ def test_a_trainer_is_built_from_a_checkpoint_alone(run):
     assert trainer.global_step == 4
     batch = next(TokenLoader(trainer.mesh))
     assert float(trainer.eval_step(trainer.state, batch, None)["loss"]["mean_nopostfix"]["value"]) > 0
+
+
+def test_a_trainer_is_built_on_another_mesh(run):
+    folder, state, _ = run
+    trainer = LLMTrainer.load_from_checkpoint(folder, mesh=make_mesh(**EIGHT))
+    assert_equal(whole_state(trainer), state)
+    assert trainer.mesh.size == 8
+
+
+def test_a_checkpoint_is_written_again_after_another_state_was_loaded(tmp_path):
+    trainer = make_trainer(path=tmp_path, callbacks=[ModelCheckpointConfig(every_n_steps=1, max_to_keep=None)])
+    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=2)
+    trainer.load_pretrained_model(tmp_path, step_idx=1)
+    trainer.train_model(TokenLoader(trainer.mesh, seed=5), num_train_steps=2)
+    expected = whole_state(trainer)
+    trainer.load_model(2)
+    assert_equal(whole_state(trainer), expected)
 
 
 def test_another_run_goes_on_from_a_checkpoint(run):

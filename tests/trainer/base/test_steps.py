@@ -45,15 +45,15 @@ def documented_loss(params, apply_fn, batch, rng, train=True):
     return loss, (metrics, mutated)
 
 
-def run_step(sizes, *, loss=documented_loss, **options):
+def run_step(sizes, *, loss=documented_loss, variables=None, **options):
     """Take one step on a mesh; return the state and the metrics on the host."""
-    variables = MODEL.init(jax.random.key(0), BATCH.inputs)
+    initial = MODEL.init(jax.random.key(0), BATCH.inputs)
     state = TrainState.create(
         apply_fn=MODEL.apply,
-        params=variables["params"],
+        params=initial["params"],
         tx=optax.sgd(0.1),
         rng=jax.random.key(1),
-        mutable_variables={"statistics": variables["statistics"]},
+        mutable_variables=variables or {"statistics": initial["statistics"]},
     )
     step = functools.partial(
         train_step, axis_names=AXES, loss_function=loss, count_targets=lambda batch: None, **options
@@ -73,6 +73,38 @@ def test_a_documented_loss_function_is_averaged(sizes, num_minibatches):
     for name in ("loss_mean", "grad_norm_mean", "param_norm"):
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
     assert metrics["largest_max"] == 15 / 16
+
+
+def test_a_metric_without_a_count_is_a_mean_over_minibatches_too():
+    def loss(params, apply_fn, batch, rng, train=True):
+        value, (_, variables) = documented_loss(params, apply_fn, batch, rng, train)
+        return value, ({"plain": value}, variables)
+
+    plain = [run_step({"dp": 2}, loss=loss, num_minibatches=n)[1]["plain_mean"] for n in (1, 2, 4)]
+    np.testing.assert_allclose(plain, plain[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp": 4}], ids=str)
+@pytest.mark.parametrize("num_minibatches", [1, 4])
+def test_variables_are_the_mean_over_minibatches_and_counters_stay_whole(sizes, num_minibatches):
+    def loss(params, apply_fn, batch, rng, train=True, mutable_variables=None):
+        value, (metrics, variables) = documented_loss(params, apply_fn, batch, rng, train)
+        return value, (metrics, {**variables, "counters": {"steps": mutable_variables["counters"]["steps"] + 1}})
+
+    variables = {"statistics": {"mean": jnp.zeros(())}, "counters": {"steps": jnp.zeros((), jnp.int32)}}
+    state, _ = run_step(sizes, loss=loss, num_minibatches=num_minibatches, variables=variables)
+    np.testing.assert_allclose(state.mutable_variables["statistics"]["mean"], np.mean(BATCH.inputs), rtol=1e-6)
+    assert state.mutable_variables["counters"]["steps"].dtype == jnp.int32
+    assert state.mutable_variables["counters"]["steps"] == 1
+
+
+def test_variables_that_a_loss_function_does_not_return_stay():
+    def loss(params, apply_fn, batch, rng, train=True):
+        value, (metrics, _) = documented_loss(params, apply_fn, batch, rng, train)
+        return value, (metrics, None)
+
+    state, _ = run_step({"dp": 2}, loss=loss, variables={"statistics": {"mean": jnp.full((), 7.0)}})
+    assert state.mutable_variables["statistics"]["mean"] == 7
 
 
 def test_variables_are_the_mean_over_devices():

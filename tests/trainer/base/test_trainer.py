@@ -151,14 +151,13 @@ def test_steps_that_do_not_log_fetch_nothing(monkeypatch):
     value = array_class._value
     monkeypatch.setattr(array_class, "_value", property(lambda x: fetched.append(x.shape) or value.fget(x)))
     trainer = make_trainer(log_every_n_steps=100)
-    loader = TokenLoader(trainer.mesh)
-    trainer.train_model(loader, num_train_steps=2)
-    fetched.clear()
-    assert int(trainer.state.step) == 2
-    assert fetched  # This is how a fetch would show.
-    before = len(fetched)
-    trainer.train_model(loader, num_train_steps=12)
-    assert len(fetched) - before <= 2  # Where the run starts from, not what its steps gave.
+    loader, counts = TokenLoader(trainer.mesh), []
+    for num_steps in (2, 4, 12):
+        fetched.clear()
+        trainer.train_model(loader, num_train_steps=num_steps)
+        counts.append(len(fetched))
+    assert counts[0] > 0  # Where the run starts and ends, and
+    assert counts[2] == counts[1]  # nothing for any step.
 
 
 def test_every_row_of_a_run_has_the_documented_metrics(tmp_path):
@@ -220,6 +219,37 @@ def test_a_run_goes_on_where_it_ended():
     split.train_model(loader, num_train_steps=4)
     for name, expected in whole_state(whole).items():
         np.testing.assert_array_equal(whole_state(split)[name], expected, err_msg=name)
+
+
+def test_epochs_shorter_than_the_data_go_through_all_of_them():
+    trainer = make_regression()
+    seen = []
+    trainer.on_training_step = lambda metrics, epoch, step: seen.append((epoch, float(drawn[-1])))
+    drawn = []
+
+    class Loader(list):
+        def __iter__(self):
+            for batch in super().__iter__():
+                drawn.append(batch.targets[0, 0])
+                yield batch
+
+    trainer.train_model(Loader(REGRESSION_BATCHES), num_train_steps=6, steps_per_epoch=2)
+    assert seen == [(1, 0.0), (1, 1.0), (2, 2.0), (2, 0.0), (3, 1.0), (3, 2.0)]
+
+
+def test_a_step_is_validated_once():
+    trainer = make_trainer(
+        path=None,
+        logger=LoggerConfig(),
+        check_val_every_n_steps=2,
+        callbacks=[RecorderConfig()],
+    )
+    val_loader = SizedTokenLoader(trainer.mesh, seed=1, num_batches=1)
+    loader = TokenLoader(trainer.mesh)
+    trainer.train_model(loader, val_loader, num_train_steps=2)
+    trainer.train_model(loader, val_loader, num_train_steps=3)
+    starts = [call for call in trainer.callbacks[0].calls if call.startswith("validation") and call.endswith("starts")]
+    assert [start.split()[3] for start in starts] == ["2", "3"]
 
 
 def test_a_callback_can_end_a_run():

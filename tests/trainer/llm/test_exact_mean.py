@@ -13,6 +13,7 @@ from meshes import unboxed_tree
 from trainer.runs import LENGTH, draw_batch, make_trainer, model_config
 
 from xlstm_jax.models.xlstm import XLSTM
+from xlstm_jax.trainer.llm.trainer import LLMTrainer
 from xlstm_jax.trainer.metrics import get_metrics
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 from xlstm_jax.trainer.optimizer.scheduler import SchedulerConfig
@@ -108,6 +109,19 @@ def test_losses_gradients_and_parameters_are_those_of_the_whole_batch(mesh, num_
         "token_utilization_mean": counts / (ROWS * LENGTH),
     }.items():
         np.testing.assert_allclose([row[name] for row in rows], numbers, rtol=1e-6)
+
+
+def test_a_loss_function_that_is_overridden_as_documented_stays_exact():
+    class Scaled(LLMTrainer):
+        def loss_function(self, params, apply_fn, batch, rng, train=True, mutable_variables=None):
+            return super().loss_function(params, apply_fn, batch, rng, train, mutable_variables)
+
+    trainer = make_trainer(
+        {"dp": 2}, rows=ROWS, optimizer=SGD, trainer_class=Scaled, logger=None, gradient_accumulate_steps=2
+    )
+    placed = jax.device_put(batches()[0], NamedSharding(trainer.mesh, trainer.batch_partition_specs))
+    state, _ = trainer.train_step(trainer.state, placed, None)
+    assert_close_by_leaf(unboxed_tree(state.opt_state[0][0].trace), expected("sgd")[1])
 
 
 @pytest.mark.parametrize("mesh", ["one device", *MESHES])

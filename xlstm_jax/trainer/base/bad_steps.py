@@ -7,7 +7,7 @@ import numpy as np
 
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.loading import CheckpointLoading
-from xlstm_jax.trainer.data_module import DataIterator
+from xlstm_jax.trainer.data_module import DataIterator, is_resumable
 from xlstm_jax.trainer.logger.base_logger import Logger
 
 LOGGER = logging.getLogger(__name__)
@@ -44,11 +44,14 @@ class BadStepHandling(CheckpointLoading):
             zeros = jax.tree.map(lambda x: jax.device_put(np.zeros((), x.dtype), x.sharding), guard.first_bad)
             self.state = self.state.replace(guard=guard._replace(first_bad=zeros))
 
-    def _prepare_rollback(self) -> None:
-        """Make sure that there is a state to go back to."""
+    def _prepare_rollback(self, train_loader: DataIterator) -> None:
+        """Make sure that there is a state to go back to, and that the data can follow."""
         checkpoints = self._checkpoints()
-        if checkpoints is not None and self.trainer_config.bad_steps.policy == "rollback":
-            checkpoints.save_state(self.global_step)
+        if checkpoints is None or self.trainer_config.bad_steps.policy != "rollback":
+            return
+        if not is_resumable(train_loader):
+            raise ValueError("To roll back, the train loader needs `get_state` and `set_state`.")
+        checkpoints.save_state(self.global_step)
 
     def _roll_back(self, train_loader: DataIterator) -> None:
         """Return to the last checkpoint, and leave out the batch of the first bad step from now on."""

@@ -13,7 +13,7 @@ from xlstm_jax.common_types import ImmutableMetrics, Metrics, PyTree, TrainState
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.trainer.base.clock import Clock
 from xlstm_jax.trainer.base.hooks import CallbackHooks
-from xlstm_jax.trainer.data_module import DataIterator
+from xlstm_jax.trainer.data_module import DataIterator, kept_in_place
 from xlstm_jax.trainer.logger.base_logger import Logger
 from xlstm_jax.trainer.logger.console import ConsoleLogger
 from xlstm_jax.trainer.placement import zeros_on_mesh
@@ -86,9 +86,8 @@ class Evaluation(CallbackHooks):
         if isinstance(val_loader, Mapping):
             loaders = dict(val_loader)
         for name, loader in loaders.items():
-            is_resumable = hasattr(loader, "get_state") and hasattr(loader, "set_state")
-            position = loader.get_state() if is_resumable else None
-            batch = next(iter(loader), None)
+            with kept_in_place(loader):
+                batch = next(iter(loader), None)
             if batch is None:
                 raise ValueError(
                     f"The loader {name!r} for validation is empty: it has fewer examples than a batch, or its files "
@@ -96,8 +95,6 @@ class Evaluation(CallbackHooks):
                 )
             with self.clock.measure("compile"):
                 jax.block_until_ready(self.eval_step(self.state, batch, self.init_eval_metrics(batch)))
-            if is_resumable:
-                loader.set_state(position)
 
     def _run_model_eval(self, data_loader: DataIterator, mode: str = "", epoch_idx: int = -1) -> Any:
         """Return the accumulated metrics of all batches, still on the device."""

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from flax.core import unfreeze
+from jax.sharding import Mesh
 
 from xlstm_jax.checkpoint.files import checkpoint_folder
 from xlstm_jax.checkpoint.store import CheckpointStore
@@ -40,8 +43,12 @@ class CheckpointLoading:
     heartbeat: Heartbeat
     global_step: int
     num_drawn: int
+    num_epochs_finished: int
     num_rollbacks: int
     skipped_batches: set[int]
+    train_metrics: Any
+    _saved_train_metrics: Any
+    _validated_step: int | None
 
     def load_model(self, step_idx: int = -1, raise_if_not_found: bool = True) -> None:
         """Load a checkpoint of this run.
@@ -94,6 +101,7 @@ class CheckpointLoading:
         )
         self.global_step = int(self.state.step)
         self.num_drawn = self.global_step
+        self.train_metrics = self._saved_train_metrics = self._validated_step = None
         self._restore_run(state_dict.get("run") or {})
         restore_callbacks(self.callbacks, state_dict)
 
@@ -161,7 +169,13 @@ class CheckpointLoading:
         return step
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint: str | Path, exmp_input: Batch | None = None, batch_size: int = -1) -> Any:
+    def load_from_checkpoint(
+        cls,
+        checkpoint: str | Path,
+        exmp_input: Batch | None = None,
+        batch_size: int = -1,
+        mesh: Mesh | None = None,
+    ) -> Any:
         """Build a trainer as the metadata of a checkpoint say, with its latest state, to evaluate or generate with.
 
         It neither logs nor calls back: to go on training, build a trainer from configs and load the checkpoint.
@@ -170,6 +184,7 @@ class CheckpointLoading:
             checkpoint: The folder of the run, with `checkpoints` in it.
             exmp_input: An example of a batch; made by `example_batch` if `None`.
             batch_size: The rows of such an example; one for each device by default.
+            mesh: The devices; arranged as those of the run were by default, of which there have to be as many.
 
         Returns:
             The trainer.
@@ -181,13 +196,15 @@ class CheckpointLoading:
         trainer_dict = {key: value for key, value in metadata["trainer"].items() if key not in ("logger", "callbacks")}
         config = ConfigDict.from_dict(cls.config_class, {**trainer_dict, "logger": None})
         if exmp_input is None:
-            exmp_input = cls.example_batch(batch_size if batch_size > 0 else jax.device_count())
+            num_devices = jax.device_count() if mesh is None else mesh.size
+            exmp_input = cls.example_batch(batch_size if batch_size > 0 else num_devices)
         construct: Any = cls
         trainer = construct(
             config,
             ModelConfig.from_metadata(json.dumps(metadata)),
             ConfigDict.from_dict(OptimizerConfig, metadata["optimizer"]),
             exmp_input,
+            mesh=mesh,
         )
         trainer.load_pretrained_model(checkpoint)
         return trainer
@@ -204,6 +221,8 @@ class CheckpointLoading:
             "clock": self.clock.id,
             "seconds": self.clock.seconds,
             "num_drawn": self.num_drawn,
+            "num_epochs_finished": self.num_epochs_finished,
+            "train_metrics": jax.tree.map(lambda x: np.asarray(x).tolist(), unfreeze(self.train_metrics or {})),
             "skipped_batches": sorted(self.skipped_batches),
             "num_rollbacks": self.num_rollbacks,
         }
@@ -213,6 +232,8 @@ class CheckpointLoading:
             return
         self.monitor.tokens_seen = run["tokens_seen"]
         self.num_drawn = run["num_drawn"]
+        self.num_epochs_finished = run["num_epochs_finished"]
+        self._saved_train_metrics = run["train_metrics"]
         self.skipped_batches = set(run["skipped_batches"])
         self.num_rollbacks = run["num_rollbacks"]
         saved, lost = sum(run["seconds"].values()), self.clock.elapsed

@@ -18,18 +18,14 @@ class Plan:
     """`None` if nothing says how long an epoch is: then it lasts until the data end."""
     num_epochs: int | None = None
 
-    def epoch_at(self, step: int, num_finished: int) -> int:
-        """Return the index of the epoch that follows a step, from 1.
+    def epoch_at(self, num_drawn: int, num_finished: int) -> int:
+        """Return the index of the epoch that the next batch belongs to, from 1.
 
         Args:
-            step: The steps so far.
-            num_finished: The epochs that ended since the start, for data of unknown length.
+            num_drawn: The batches so far.
+            num_finished: The epochs that have ended so far, for data of unknown length.
         """
-        return (num_finished if self.steps_per_epoch is None else step // self.steps_per_epoch) + 1
-
-    def ends_epoch(self, step: int) -> bool:
-        """Check whether an epoch ends with a step."""
-        return self.steps_per_epoch is not None and step % self.steps_per_epoch == 0
+        return (num_finished if self.steps_per_epoch is None else num_drawn // self.steps_per_epoch) + 1
 
 
 def plan_run(

@@ -5,6 +5,7 @@ work on the same rows, so these are gathered first. What a loss function sees is
 objective is the mean over all devices and minibatches of what it returns.
 """
 
+import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +23,11 @@ from xlstm_jax.trainer.base.guard import BadStepConfig, BadStepPolicy, Verdict, 
 from xlstm_jax.trainer.base.param_utils import get_grad_norms, get_param_norms, get_sharded_global_norm
 from xlstm_jax.trainer.metrics import reduce_step_metrics, update_metrics
 from xlstm_jax.trainer.user_functions import describe, gather_rows, with_accepted
+from xlstm_jax.utils.partitioned import is_partitioned, reboxed, unboxed
 from xlstm_jax.utils.pytree_utils import flatten_pytree
 
 INTERMEDIATES = "intermediates"
-OBJECTIVE = "objective"
+OBJECTIVE = "__objective__"
 BAD_STEPS = "bad_steps"
 EVALUATION_LOG_MODES = ("mean_nopostfix",)
 
@@ -37,6 +39,17 @@ class Whole(NamedTuple):
     """Targets of the whole batch, counted once for every device that works on them; `None` if nobody counts them."""
     num_parts: int
     """Into how many minibatches the batch is split, over all devices."""
+
+
+_CURRENT_WHOLE: contextvars.ContextVar[Whole | None] = contextvars.ContextVar("current_whole", default=None)
+
+
+def current_whole() -> Whole | None:
+    """Return what the minibatch of the loss function that is being called is a part of.
+
+    With it, a loss function that others override and call through `super` does not depend on what they pass on.
+    """
+    return _CURRENT_WHOLE.get()
 
 
 class StepLogging(NamedTuple):
@@ -93,20 +106,22 @@ def train_step(
     batch = gather_rows(batch, axis_names)
     next_rng, step_rng = jax.random.split(state.rng)
     whole = _measure(batch, count_targets, axis_names, num_minibatches)
-    loss = _reporting(with_accepted(loss_function, train=True, mutable_variables=state.mutable_variables, whole=whole))
+    loss = _reporting(
+        with_accepted(loss_function, train=True, mutable_variables=state.mutable_variables, whole=whole), whole
+    )
     gradients, step_metrics, variables = accumulate_gradients(state, batch, step_rng, num_minibatches, loss, use_scan)
     sown, variables = _split_off_intermediates(variables)
     gradients = sync_gradients(gradients, axis_names)
-    new_state = state.apply_gradients(
-        grads=gradients, rng=next_rng, mutable_variables=_synced_variables(variables, axis_names)
-    )
+    variables = state.mutable_variables if variables is None else _joined_variables(variables, axis_names)
+    new_state = state.apply_gradients(grads=gradients, rng=next_rng, mutable_variables=variables)
     if logging.intermediates_modes:
         step_metrics = {**step_metrics, **_intermediate_metrics(sown, logging.intermediates_modes)}
     step_metrics = reduce_step_metrics(step_metrics, axis_names, logging.default_modes)
     objective: Any = step_metrics.pop(OBJECTIVE)
     step_metrics |= _norm_metrics(gradients, new_state.params, logging)
     if logging.schedule is not None:
-        lr = jnp.asarray(logging.schedule(state.step), jnp.float32)
+        num_updates = state.step - (0 if state.guard is None else state.guard.num_bad)
+        lr = jnp.asarray(logging.schedule(num_updates), jnp.float32)
         step_metrics["lr"] = {"value": lr, "log_modes": ["mean_nopostfix"]}
     if bad_steps is None or state.guard is None:
         return new_state, update_metrics(metrics, step_metrics, logging.default_modes)
@@ -154,17 +169,23 @@ def eval_step(
     """
     batch = gather_rows(batch, axis_names)
     whole = _measure(batch, count_targets, axis_names, num_minibatches=1)
-    loss = _reporting(with_accepted(loss_function, train=False, mutable_variables=state.mutable_variables, whole=whole))
+    loss = _reporting(
+        with_accepted(loss_function, train=False, mutable_variables=state.mutable_variables, whole=whole), whole
+    )
     _, (step_metrics, _) = loss(state.params, state.apply_fn, batch, jax.random.PRNGKey(seed))
     del step_metrics[OBJECTIVE]
     return update_metrics(metrics, reduce_step_metrics(step_metrics, axis_names), EVALUATION_LOG_MODES)
 
 
-def _reporting(loss_function: Callable) -> Callable:
+def _reporting(loss_function: Callable, whole: Whole) -> Callable:
     """Add what a loss function returns to its metrics, and say what is wrong with it."""
 
     def report(*arguments):
-        result = loss_function(*arguments)
+        token = _CURRENT_WHOLE.set(whole)
+        try:
+            result = loss_function(*arguments)
+        finally:
+            _CURRENT_WHOLE.reset(token)
         try:
             loss, (metrics, variables) = result
             shape = jnp.shape(loss)
@@ -179,13 +200,18 @@ def _reporting(loss_function: Callable) -> Callable:
             raise ValueError(f"The loss function returned {describe(metrics)} as metrics: a dictionary is needed.")
         for name, metric in metrics.items():
             _check_metric(name, metric)
+        metrics = {name: {"count": 1, **_parts(metric)} for name, metric in metrics.items()}  # Minibatches are counted.
         return loss, ({**metrics, OBJECTIVE: {"value": loss, "count": 1, "log_modes": ["mean"]}}, variables)
 
     return report
 
 
+def _parts(metric: Any) -> Mapping[str, Any]:
+    return metric if isinstance(metric, Mapping) else {"value": metric}
+
+
 def _check_metric(name: str, metric: Any) -> None:
-    parts: Mapping[str, Any] = metric if isinstance(metric, Mapping) else {"value": metric}
+    parts = _parts(metric)
     value, modes = parts.get("value", 0), parts.get("log_modes", ())
     if jnp.shape(value) and not any("noreduce" in mode for mode in modes):
         raise ValueError(
@@ -228,9 +254,16 @@ def _split_off_intermediates(variables: PyTree) -> tuple[PyTree, PyTree]:
     return variables.get(INTERMEDIATES, {}), kept or None
 
 
-def _synced_variables(variables: PyTree, axis_names: Sequence[str]) -> PyTree:
-    """Take the variables after the last minibatch, averaged over the devices that have the same ones."""
-    return sync_gradients(jax.tree.map(lambda x: x[-1], variables), axis_names)
+def _joined_variables(variables: PyTree, axis_names: Sequence[str]) -> PyTree:
+    """Average variables over minibatches and over the devices that have the same ones; of counters take the last."""
+
+    def join(x: Any) -> Any:
+        stacked = unboxed(x)
+        if not jnp.issubdtype(stacked.dtype, jnp.inexact):
+            return reboxed(x, stacked[-1])
+        return sync_gradients(reboxed(x, jnp.mean(stacked, axis=0)), axis_names)
+
+    return jax.tree.map(join, variables, is_leaf=is_partitioned)
 
 
 def _intermediate_metrics(sown: PyTree, log_modes: Sequence[str]) -> StepMetrics:

@@ -8,11 +8,12 @@ import dataclasses
 import enum
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.core import FrozenDict
 from jax.sharding import Mesh
@@ -24,6 +25,7 @@ from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.trainer.base.bad_steps import BadStepHandling
+from xlstm_jax.trainer.base.batches import BatchStream
 from xlstm_jax.trainer.base.clock import USEFUL, Clock, Heartbeat
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.evaluation import DataLoaders, EvalStep, Evaluation
@@ -105,6 +107,10 @@ class TrainerModule(Evaluation, BadStepHandling):
         self.first_step = True
         self.global_step = 0
         self.num_drawn = 0
+        self.num_epochs_finished = 0
+        self.train_metrics: Any = None
+        self._saved_train_metrics: Any = None
+        self._validated_step: int | None = None
         self.skipped_batches: set[int] = set()
         self._num_bad_seen = 0
         self.num_rollbacks = 0
@@ -335,16 +341,19 @@ class TrainerModule(Evaluation, BadStepHandling):
                 self.test_eval_function(val_loader)
                 for callback in self.callbacks:
                     callback.set_dataset(DataloaderModule(train_loader, val_loader, test_loader))
-                self._prepare_rollback()
+                self._prepare_rollback(train_loader)
                 outcome = self._train(plan, train_loader, val_loader, results)
                 status = {_Outcome.BAD_STEP: "nan", _Outcome.INTERRUPTED: "interrupted"}.get(outcome, "success")
                 if outcome is _Outcome.INTERRUPTED:
-                    self.on_training_interrupted(plan.epoch_at(self.global_step, 0), self.global_step)
+                    self.on_training_interrupted(self._epoch_idx(plan), self.global_step)
                     raise TrainingInterrupted(self._signal_number, self.global_step)
                 self.on_training_end()
+                if number := self._interrupts.received(self.global_step, may_wait=True):
+                    status = "interrupted"
+                    raise TrainingInterrupted(number, self.global_step)
             if test_loader is not None and status == "success":
                 self._load_latest()
-                epoch_idx = plan.epoch_at(max(self.global_step - 1, 0), 0)
+                epoch_idx = plan.epoch_at(max(self.num_drawn - 1, 0), max(self.num_epochs_finished - 1, 0))
                 results["test"] = self.test_model(test_loader, apply_callbacks=True, epoch_idx=epoch_idx)
         finally:
             self.clock.stop()
@@ -354,26 +363,30 @@ class TrainerModule(Evaluation, BadStepHandling):
         return results
 
     def _train(self, plan: Plan, train_loader: DataIterator, val_loader: Any, results: dict[str, Any]) -> _Outcome:
-        metrics, num_finished = None, 0
         self._make_up_validation(plan, val_loader, results)
+        stream, was_empty = BatchStream(train_loader), False
         while self.global_step < plan.num_train_steps and not self.should_stop:
-            epoch_idx = plan.epoch_at(self.global_step, num_finished)
+            epoch_idx, num_drawn = self._epoch_idx(plan), self.num_drawn
             self.on_training_epoch_start(epoch_idx)
             self.logger.start_epoch(epoch_idx, self.global_step, mode="train")
-            first = self.global_step
-            outcome, metrics = self._train_epoch(plan, iter(train_loader), val_loader, epoch_idx, metrics, results)
-            _, epoch_metrics = self.logger.end_epoch(metrics, self.global_step)
+            outcome = self._train_epoch(plan, stream, val_loader, epoch_idx, results)
+            _, epoch_metrics = self.logger.end_epoch(self.train_metrics, self.global_step)
             can_roll_back = self.trainer_config.bad_steps.policy == "rollback" and not self.state_is_good()
             if outcome is _Outcome.BAD_STEP and can_roll_back:
                 self._roll_back(train_loader)
-                metrics = None
+                stream.restart()
                 continue
-            self.on_training_epoch_end(epoch_metrics, epoch_idx)
-            if outcome in (_Outcome.BAD_STEP, _Outcome.INTERRUPTED):
+            if outcome is _Outcome.INTERRUPTED:
                 return outcome
-            if self.global_step == first:
+            self.on_training_epoch_end(epoch_metrics, epoch_idx)
+            if outcome is _Outcome.BAD_STEP:
+                self.global_step, self.train_metrics = int(self.state.step), None
+                return outcome
+            is_empty = self.num_drawn == num_drawn
+            if is_empty and was_empty:  # The first may be the end of the epoch that a run was stopped in.
                 raise ValueError("The train loader gave no batch in a whole epoch: it is empty or used up.")
-            num_finished += 1
+            was_empty = is_empty
+            self.num_epochs_finished += 1
             if self._is_due(epoch_idx, self.trainer_config.check_val_every_n_epoch) and val_loader is not None:
                 results[f"val_epoch_{epoch_idx}"] = self._validate_once(val_loader, epoch_idx, results)
         return _Outcome.FINISHED
@@ -381,43 +394,47 @@ class TrainerModule(Evaluation, BadStepHandling):
     def _train_epoch(
         self,
         plan: Plan,
-        iterator: Iterator,
+        stream: BatchStream,
         val_loader: Any,
         epoch_idx: int,
-        metrics: Any,
         results: dict[str, Any],
-    ) -> tuple[_Outcome, Any]:
-        config = self.trainer_config
-        while (batch := self._draw(iterator)) is not None:
+    ) -> _Outcome:
+        config, first = self.trainer_config, self.num_drawn
+        while (batch := self._draw(stream, begins_epoch=self.num_drawn == first)) is not None:
             self.global_step += 1
             step = self.global_step
             if config.bad_steps.policy == "rollback":
                 self._batch_of_step[step] = self.num_drawn
             self.monitor.count(getattr(batch, "inputs", None))
-            metrics = self._take_step(batch, self.init_train_metrics(batch) if metrics is None else metrics)
-            self.on_training_step(metrics, epoch_idx, step)
+            self._take_step(batch)
+            self.on_training_step(self.train_metrics, epoch_idx, step)
             is_logged = self.logger.is_due(step)
-            metrics = self.logger.log_step(metrics, step)
+            self.train_metrics = self.logger.log_step(self.train_metrics, step)
             is_validated = self._is_due(step, config.check_val_every_n_steps) and val_loader is not None
-            is_last = step >= plan.num_train_steps or plan.ends_epoch(step)
-            if self._has_gone_bad(is_logged=is_logged, may_wait=is_validated or is_last):
-                return _Outcome.BAD_STEP, metrics
+            if self._has_gone_bad(is_logged=is_logged, may_wait=is_validated):
+                return _Outcome.BAD_STEP
             if is_logged:
                 self._batch_of_step.clear()
                 self.heartbeat.beat(step, self.clock.elapsed)
             if number := self._interrupts.received(step, may_wait=is_logged):
                 self._signal_number = number
-                return _Outcome.INTERRUPTED, metrics
+                return _Outcome.INTERRUPTED
             if is_validated:
                 results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
+            is_last = step >= plan.num_train_steps or self._epoch_idx(plan) > epoch_idx
             if is_last or self.should_stop:
                 break
-        return _Outcome.END_OF_EPOCH, metrics
+        is_bad = self._has_gone_bad(is_logged=False, may_wait=True)
+        return _Outcome.BAD_STEP if is_bad else _Outcome.END_OF_EPOCH
 
-    def _draw(self, iterator: Iterator) -> Batch | None:
+    def _epoch_idx(self, plan: Plan) -> int:
+        """Return the index of the epoch that the next batch belongs to."""
+        return plan.epoch_at(self.num_drawn, self.num_epochs_finished)
+
+    def _draw(self, stream: BatchStream, *, begins_epoch: bool) -> Batch | None:
         """Return the next batch that is not to be left out; `None` at the end of an epoch."""
         with self.clock.measure("data") as span:
-            while (batch := next(iterator, None)) is not None:
+            while (batch := stream.next(begins_epoch=begins_epoch)) is not None:
                 self.num_drawn += 1
                 if self.num_drawn not in self.skipped_batches:
                     break
@@ -426,16 +443,25 @@ class TrainerModule(Evaluation, BadStepHandling):
         self.monitor.data_wait += span.seconds
         return batch
 
-    def _take_step(self, batch: Batch, metrics: Any) -> Any:
+    def _take_step(self, batch: Batch) -> None:
+        if self.train_metrics is None:
+            self.train_metrics = self._first_train_metrics(batch)
         if self.first_step:
             with self.clock.measure("compile") as span:
-                self.state, metrics = self.train_step(self.state, batch, metrics)
+                self.state, self.train_metrics = self.train_step(self.state, batch, self.train_metrics)
             self.first_step = False
             LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
-            return metrics
+            return
         with jax.profiler.StepTraceAnnotation("train_step", step_num=self.global_step):
-            self.state, metrics = self.train_step(self.state, batch, metrics)
-        return metrics
+            self.state, self.train_metrics = self.train_step(self.state, batch, self.train_metrics)
+
+    def _first_train_metrics(self, batch: Batch) -> FrozenDict:
+        """Return the metrics before the first step: those of a checkpoint, unless they were logged with its step."""
+        zeros, saved = self.init_train_metrics(batch), FrozenDict(self._saved_train_metrics or {})
+        is_usable = jax.tree.structure(zeros) == jax.tree.structure(saved, is_leaf=lambda x: isinstance(x, list))
+        if not is_usable or self.logger.is_due(self.global_step - 1):
+            return zeros
+        return jax.tree.map(lambda zero, x: jax.device_put(np.asarray(x, zero.dtype), zero.sharding), zeros, saved)
 
     def _load_latest(self) -> None:
         """Load the latest checkpoint, unless it is the state as it is."""
@@ -447,18 +473,21 @@ class TrainerModule(Evaluation, BadStepHandling):
         with self.clock.measure("evaluation"):
             self.on_validation_epoch_start(epoch_idx=epoch_idx, step_idx=self.global_step)
             metrics = self.eval_model(val_loader, mode="val", epoch_idx=epoch_idx)
+            self._validated_step = self.global_step
             self.on_validation_epoch_end(metrics, epoch_idx=epoch_idx, step_idx=self.global_step)
         return metrics
 
     def _make_up_validation(self, plan: Plan, val_loader: DataLoaders | None, results: dict[str, Any]) -> None:
         """Run the validation at which an earlier start of the run ended, after it had saved the state."""
         step, config, checkpoints = self.global_step, self.trainer_config, self._checkpoints()
-        if val_loader is None or not step or checkpoints is None or checkpoints.has_metrics(step):
+        if val_loader is None or step in (0, self._validated_step):
             return
-        epoch_idx = plan.epoch_at(step - 1, 0)
+        if checkpoints is None or checkpoints.has_metrics(step):
+            return
+        epoch_idx = plan.epoch_at(self.num_drawn - 1, self.num_epochs_finished)
         if self._is_due(step, config.check_val_every_n_steps):
             results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
-        elif plan.ends_epoch(step) and self._is_due(epoch_idx, config.check_val_every_n_epoch):
+        elif self._epoch_idx(plan) > epoch_idx and self._is_due(epoch_idx, config.check_val_every_n_epoch):
             results[f"val_epoch_{epoch_idx}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
 
     def _validate_once(self, val_loader: DataLoaders, epoch_idx: int, results: dict[str, Any]) -> dict[str, Any]:

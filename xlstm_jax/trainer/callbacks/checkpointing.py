@@ -66,8 +66,7 @@ class ModelCheckpointConfig(CallbackConfig):
 class ModelCheckpoint(Callback):
     """Writes the state of a run, what callbacks keep, where data loaders stand, the configs and the metrics.
 
-    The state is safe before a validation begins; the metrics are added after it. A state with NaN is never written. The
-    callback belongs behind all others, so that what it writes of them is as new as the state.
+    The state is safe before a validation begins; the metrics are added after it. A state with NaN is never written.
 
     Args:
         config: When to write, what and which to keep.
@@ -89,6 +88,7 @@ class ModelCheckpoint(Callback):
             use_async=config.enable_async_checkpointing,
         )
         self._current: set[int] = set()  # the steps of this run up to now that are saved
+        self._loaded: int | None = None
         self._timer = CheckpointTimer(config.every_n_minutes)
 
     def on_training_start(self) -> None:
@@ -137,7 +137,7 @@ class ModelCheckpoint(Callback):
             return True
         jax.block_until_ready(self.trainer.state.step)  # Steps that still run are not part of the time of a save.
         if not self.trainer.state_is_good():
-            LOGGER.error("A step before %d was bad, and the run has not gone on since: it is not saved.", step_idx)
+            LOGGER.error("Step %d, or one before it, was bad, and the state is older: it is not saved.", step_idx)
             return False
         with self._measured():
             state = saved_run.state_arrays(self.trainer)
@@ -210,8 +210,18 @@ class ModelCheckpoint(Callback):
                 "load_pretrained_model(..., load_optimizer=False)."
             )
         state = saved_run.load_run(self.store, step, self.trainer, free=delete_params_before_loading)
-        self._current = {other for other in self._current if other < step} | {step}
+        self._forget_after(step)
+        self._current.add(step)
+        self._loaded = step
         return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Forget that later steps are saved: the trainer has another state."""
+        step = self.trainer.global_step
+        self._forget_after(step)
+        if self._loaded != step:
+            self._current.discard(step)
+        self._loaded = None
 
     def load_dataloader(self, step_idx: int = -1, load_best: bool = False) -> dict[str, Any]:
         """Read where the data loaders stood.
@@ -233,6 +243,9 @@ class ModelCheckpoint(Callback):
         """Wait until all is written. The callback can be used again."""
         with self._measured():
             self.store.close()
+
+    def _forget_after(self, step: int) -> None:
+        self._current = {other for other in self._current if other <= step}
 
     def _measured(self) -> contextlib.AbstractContextManager:
         """Count the time of a block for checkpoints, if the trainer has a clock."""

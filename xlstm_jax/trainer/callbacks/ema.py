@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
-from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.data_module import DataloaderModule, kept_in_place
 from xlstm_jax.utils.partitioned import map_unboxed
 
 ITEM = "ema_params"
@@ -94,8 +94,9 @@ class ParameterEMA(Callback):
     def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
         """Validate the average too."""
         if self.config.evaluate and self.data_module is not None and self.data_module.val_dataloader is not None:
-            with self.swapped():
-                self.trainer.eval_model(self.data_module.val_dataloader, mode=MODE, epoch_idx=epoch_idx)
+            val_loader = self.data_module.val_dataloader
+            with self.swapped(), kept_in_place(val_loader):
+                self.trainer.eval_model(val_loader, mode=MODE, epoch_idx=epoch_idx)
 
     def arrays(self) -> dict[str, PyTree]:
         """Return the average for a checkpoint."""

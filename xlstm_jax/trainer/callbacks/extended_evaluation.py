@@ -4,11 +4,10 @@ It runs inside `jax.shard_map` on every mesh, compiled once. Its metrics are sum
 order of the rows of the batch, over devices first and then over batches.
 """
 
-import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from xlstm_jax.common_types import ImmutableMetrics, Metrics, PyTree, StepMetric
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.distributed.array_utils import axis_index
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
-from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule
+from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule, kept_in_place
 from xlstm_jax.trainer.metrics import aggregate_metrics, get_metrics, reduce_step_metrics, update_metrics
 from xlstm_jax.trainer.placement import compile_step, on_mesh, zeros_on_mesh
 from xlstm_jax.trainer.user_functions import describe, gather_rows, with_accepted
@@ -300,7 +299,7 @@ class ExtendedEvaluation(Callback):
             LOGGER.warning("%s has no data to evaluate in mode %s: give it some by set_dataset.", own.__name__, mode)
             return
         start = time.perf_counter()
-        with _kept_in_place(loader):
+        with kept_in_place(loader):
             metrics = self.eval_model(loader, mode=mode, epoch_idx=epoch_idx)
         metrics = {**metrics, "epoch_time": time.perf_counter() - start}
         self.trainer.logger.log_host_metrics(metrics, step_idx, mode=f"{mode}_{self.config.log_mode}")
@@ -375,16 +374,3 @@ def _check_rows(batch: Batch, num_devices: int) -> None:
             "a multiple of it. Fill the last batch with rows of padding, which eval_function can tell by their "
             "segmentation (0) or document_idx (0), or leave it out."
         )
-
-
-@contextlib.contextmanager
-def _kept_in_place(loaders: Any) -> Iterator[None]:
-    """Set loaders back to where they are now: what is evaluated next sees the same data as without this."""
-    parts = loaders.values() if isinstance(loaders, Mapping) else [loaders]
-    resumable = [part for part in parts if hasattr(part, "get_state") and hasattr(part, "set_state")]
-    positions = [loader.get_state() for loader in resumable]
-    try:
-        yield
-    finally:
-        for loader, position in zip(resumable, positions, strict=True):
-            loader.set_state(position)

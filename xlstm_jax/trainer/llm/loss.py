@@ -13,7 +13,7 @@ import optax
 from xlstm_jax.common_types import PyTree, StepMetrics
 from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.distributed.array_utils import axis_index, axis_size, fold_rng_over_axis
-from xlstm_jax.trainer.base.steps import INTERMEDIATES, Whole
+from xlstm_jax.trainer.base.steps import INTERMEDIATES, Whole, current_whole
 
 LOSS = re.compile(r"(|.*_)loss(|_mean|_single)$")
 
@@ -46,12 +46,14 @@ def next_token_loss(
         axis_names: The mesh axes.
         train: Whether dropout is on.
         mutable_variables: Variables of the model that are no parameters.
-        whole: What the batch is a part of. Without it, the loss is the mean over this device's targets.
+        whole: What the batch is a part of; in a step, that which the step says. Elsewhere and without it, the loss is
+            the mean over this device's targets.
         log_logit_stats: Whether to report norms, deviations and maxima of the logits, which are then held.
 
     Returns:
         The loss; metrics, in which each target of the whole batch counts once; and the new mutable variables.
     """
+    whole = current_whole() if whole is None else whole
     mutable_variables = mutable_variables or {}
     rng = fold_rng_over_axis(rng, tuple(axis_names[:2]))
     give_targets = takes_targets(apply_fn) and not log_logit_stats

@@ -174,7 +174,7 @@ class Logger:
         if not self.is_due(step):
             return metrics
         LOGGER.info("Logging at step %d in epoch %d in mode %s", step, self.epoch, self.mode)
-        metrics, host_metrics = get_metrics(metrics, reset_metrics=True)
+        metrics, host_metrics = get_metrics(metrics, reset_metrics=True, keep_empty=False)
         host_metrics = {**self._postprocess(host_metrics), "epoch": self.epoch, **self._step_time(step)}
         for monitor in self.monitors:
             host_metrics |= monitor(host_metrics, step)

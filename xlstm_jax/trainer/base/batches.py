@@ -1,0 +1,39 @@
+"""The batches of a run, epoch after epoch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from xlstm_jax.dataset.batch import Batch
+from xlstm_jax.trainer.data_module import DataIterator
+
+
+class BatchStream:
+    """Goes through a loader, and begins it anew once it is used up: an epoch may end before the loader does.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: DataIterator):
+        self.loader: Any = loader
+        self._iterator: Iterator | None = None
+
+    def restart(self) -> None:
+        """Ask the loader for its batches again: it has been set to another position."""
+        self._iterator = None
+
+    def next(self, *, begins_epoch: bool) -> Batch | None:
+        """Return the next batch, or `None` at the end of the loader.
+
+        Args:
+            begins_epoch: Whether this is the first batch of an epoch. It then comes from the beginning of a loader that
+                is used up.
+        """
+        is_new = self._iterator is None
+        iterator = self._iterator = self._iterator or iter(self.loader)
+        batch = next(iterator, None)
+        if batch is None:
+            self._iterator = None
+            if begins_epoch and not is_new:
+                return self.next(begins_epoch=False)
+        return batch
