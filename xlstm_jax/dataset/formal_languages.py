@@ -314,15 +314,15 @@ TASKS: dict[str, FormalTask] = {
 - `modular_arithmetic`: what is the sum of products, modulo 5? 2-3*4 → 0.
 - `modular_arithmetic_brackets`: what is the expression, modulo 5? ((-2)*(3-4)) → 2.
 - `solve_equation`: what is z, modulo 5? (z-4)=3 → 2.
-- `majority`: which symbol is the most frequent, and the first in the alphabet if there are several? cbacb → b. After
-  the xLSTM paper.
-- `majority_count`: how often does it come? In decimal: the vocabulary does not depend on the length. cbacb → 2. After
-  the xLSTM paper.
+- `majority`: which symbol is the most frequent, and the first in the alphabet if there are several? cbacb → b. Named
+  in the xLSTM paper; the details are ours.
+- `majority_count`: how often does it come? In decimal: the vocabulary does not depend on the length. cbacb → 2. Named
+  in the xLSTM paper; the details are ours.
 - `bucket_sort`: the symbols in alphabetical order. cbacb → abbcc.
 - `missing_duplicate`: a string comes twice; what was in the hole? abba_b → b.
 - `reverse_string`: the string backwards. abb → bba.
 - `duplicate_string`: the string twice. abb → abbabb.
 - `odds_first`: the first, third, fifth ... symbol, then the second, fourth ... aabb → abab.
-- `set`: each symbol once, where it comes first. cbacb → cba. After the xLSTM paper.
+- `set`: each symbol once, where it comes first. cbacb → cba. Named in the xLSTM paper; the details are ours.
 - `recall`: multi-query associative recall of 8 pairs; make a `Recall` for other numbers.
 """
