@@ -24,17 +24,17 @@ from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.models.configs import ModelConfig
-from xlstm_jax.trainer.base.bad_steps import BadStepHandling
 from xlstm_jax.trainer.base.batches import BatchStream
 from xlstm_jax.trainer.base.clock import USEFUL, Clock, Heartbeat
 from xlstm_jax.trainer.base.config import TrainerConfig
-from xlstm_jax.trainer.base.evaluation import DataLoaders, EvalStep, Evaluation
+from xlstm_jax.trainer.base.evaluation import DataLoaders, EvalStep
 from xlstm_jax.trainer.base.guard import GuardState
 from xlstm_jax.trainer.base.param_utils import get_num_params, tabulate_params
 from xlstm_jax.trainer.base.plan import Plan, describe_data, describe_mesh, plan_run
 from xlstm_jax.trainer.base.run_metrics import RunMonitor
 from xlstm_jax.trainer.base.signals import Interrupts, TrainingInterrupted
 from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
+from xlstm_jax.trainer.base.validation import Validation
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerConfig
@@ -59,7 +59,7 @@ class _Outcome(enum.Enum):
     INTERRUPTED = enum.auto()
 
 
-class TrainerModule(Evaluation, BadStepHandling):
+class TrainerModule(Validation):
     """Trains a model. A subclass writes `loss_function`, and overrides what else it needs to.
 
     Args:
@@ -427,10 +427,6 @@ class TrainerModule(Evaluation, BadStepHandling):
         is_bad = self._has_gone_bad(is_logged=False, may_wait=True)
         return _Outcome.BAD_STEP if is_bad else _Outcome.END_OF_EPOCH
 
-    def _epoch_idx(self, plan: Plan) -> int:
-        """Return the index of the epoch that the next batch belongs to."""
-        return plan.epoch_at(self.num_drawn, self.num_epochs_finished)
-
     def _draw(self, stream: BatchStream, *, begins_epoch: bool) -> Batch | None:
         """Return the next batch that is not to be left out; `None` at the end of an epoch."""
         with self.clock.measure("data") as span:
@@ -469,35 +465,6 @@ class TrainerModule(Evaluation, BadStepHandling):
         if checkpoints is not None and checkpoints.store.latest() not in (None, self.global_step):
             self.load_model()
 
-    def _eval_model_in_train_loop(self, val_loader: DataLoaders, epoch_idx: int) -> dict[str, Any]:
-        with self.clock.measure("evaluation"):
-            self.on_validation_epoch_start(epoch_idx=epoch_idx, step_idx=self.global_step)
-            metrics = self.eval_model(val_loader, mode="val", epoch_idx=epoch_idx)
-            self._validated_step = self.global_step
-            self.on_validation_epoch_end(metrics, epoch_idx=epoch_idx, step_idx=self.global_step)
-        return metrics
-
-    def _make_up_validation(self, plan: Plan, val_loader: DataLoaders | None, results: dict[str, Any]) -> None:
-        """Run the validation at which an earlier start of the run ended, after it had saved the state."""
-        step, config, checkpoints = self.global_step, self.trainer_config, self._checkpoints()
-        if val_loader is None or step in (0, self._validated_step):
-            return
-        if checkpoints is None or checkpoints.has_metrics(step):
-            return
-        epoch_idx = plan.epoch_at(self.num_drawn - 1, self.num_epochs_finished)
-        if self._is_due(step, config.check_val_every_n_steps):
-            results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
-        elif self._epoch_idx(plan) > epoch_idx and self._is_due(epoch_idx, config.check_val_every_n_epoch):
-            results[f"val_epoch_{epoch_idx}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
-
-    def _validate_once(self, val_loader: DataLoaders, epoch_idx: int, results: dict[str, Any]) -> dict[str, Any]:
-        """Validate after an epoch, unless its last step was validated."""
-        known = results.get(f"val_step_{self.global_step}")
-        if known is not None:
-            LOGGER.warning("Step %d was validated already: epoch %d has its metrics.", self.global_step, epoch_idx)
-            return known
-        return self._eval_model_in_train_loop(val_loader, epoch_idx)
-
     def log_training_info(
         self,
         num_epochs: int | None,
@@ -520,7 +487,3 @@ class TrainerModule(Evaluation, BadStepHandling):
         self.logger.log_host_metrics(sizes, step, mode="model")
         self.logger.log_host_metrics(describe_data(plan, loaders, num_rows, self.mesh), step, mode="dataset")
         self.logger.log_host_metrics(describe_mesh(self.mesh, jax.process_count()), step, mode="parallel")
-
-    @staticmethod
-    def _is_due(index: int, every: int) -> bool:
-        return every > 0 and index % every == 0

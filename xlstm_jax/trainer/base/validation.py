@@ -1,0 +1,51 @@
+"""Validation within a run: at its steps, after its epochs, and where an earlier start of it ended."""
+
+import logging
+from typing import Any
+
+from xlstm_jax.trainer.base.bad_steps import BadStepHandling
+from xlstm_jax.trainer.base.evaluation import DataLoaders, Evaluation
+from xlstm_jax.trainer.base.plan import Plan
+
+LOGGER = logging.getLogger(__name__)
+
+
+class Validation(Evaluation, BadStepHandling):
+    """Validates the model of a trainer while it trains; a step is validated once."""
+
+    def _eval_model_in_train_loop(self, val_loader: DataLoaders, epoch_idx: int) -> dict[str, Any]:
+        with self.clock.measure("evaluation"):
+            self.on_validation_epoch_start(epoch_idx=epoch_idx, step_idx=self.global_step)
+            metrics = self.eval_model(val_loader, mode="val", epoch_idx=epoch_idx)
+            self._validated_step = self.global_step
+            self.on_validation_epoch_end(metrics, epoch_idx=epoch_idx, step_idx=self.global_step)
+        return metrics
+
+    def _make_up_validation(self, plan: Plan, val_loader: DataLoaders | None, results: dict[str, Any]) -> None:
+        """Run the validation at which an earlier start of the run ended, after it had saved the state."""
+        step, config, checkpoints = self.global_step, self.trainer_config, self._checkpoints()
+        if val_loader is None or step in (0, self._validated_step):
+            return
+        if checkpoints is None or checkpoints.has_metrics(step):
+            return
+        epoch_idx = plan.epoch_at(self.num_drawn - 1, self.num_epochs_finished)
+        if self._is_due(step, config.check_val_every_n_steps):
+            results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
+        elif self._epoch_idx(plan) > epoch_idx and self._is_due(epoch_idx, config.check_val_every_n_epoch):
+            results[f"val_epoch_{epoch_idx}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
+
+    def _validate_once(self, val_loader: DataLoaders, epoch_idx: int, results: dict[str, Any]) -> dict[str, Any]:
+        """Validate after an epoch, unless its last step was validated."""
+        known = results.get(f"val_step_{self.global_step}")
+        if known is not None:
+            LOGGER.warning("Step %d was validated already: epoch %d has its metrics.", self.global_step, epoch_idx)
+            return known
+        return self._eval_model_in_train_loop(val_loader, epoch_idx)
+
+    def _epoch_idx(self, plan: Plan) -> int:
+        """Return the index of the epoch that the next batch belongs to."""
+        return plan.epoch_at(self.num_drawn, self.num_epochs_finished)
+
+    @staticmethod
+    def _is_due(index: int, every: int) -> bool:
+        return every > 0 and index % every == 0
