@@ -26,8 +26,7 @@ AWAITED = {
     "HFHubDataConfig.hf_num_data_processes",
     "HFHubDataConfig.hf_path",
     *(
-        f"{config}.{field}"
-        for config in ("GrainArrayRecordsDataConfig", "HFHubDataConfig")
+        f"TextDataConfig.{field}"
         for field in (
             "add_bos",
             "add_eod",

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from xlstm_jax.configs import ConfigDict, ConfigError
-from xlstm_jax.dataset import DataConfig, GrainArrayRecordsDataConfig, HFHubDataConfig, SyntheticDataConfig
+from xlstm_jax.dataset import (
+    DataConfig,
+    GrainArrayRecordsDataConfig,
+    HFHubDataConfig,
+    SyntheticDataConfig,
+    TextDataConfig,
+)
 from xlstm_jax.dataset import configs as configs_module
 
 HUB = {"global_batch_size": 8, "hf_path": "some/data"}
@@ -123,7 +129,7 @@ def test_a_config_comes_back_from_its_fields():
 
 
 def test_the_package_offers_all_configs_without_data_libraries():
-    offered = {DataConfig, GrainArrayRecordsDataConfig, HFHubDataConfig, SyntheticDataConfig}
+    offered = {DataConfig, GrainArrayRecordsDataConfig, HFHubDataConfig, SyntheticDataConfig, TextDataConfig}
     assert offered == {value for name, value in vars(configs_module).items() if name.endswith("DataConfig")}
     heavy = {"grain", "transformers", "orbax", "datasets", "tensorflow"}
     program = (

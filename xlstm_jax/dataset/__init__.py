@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         GrainArrayRecordsDataConfig,
         HFHubDataConfig,
         SyntheticDataConfig,
+        TextDataConfig,
     )
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LLMBatch",
     "LLMIndexedBatch",
     "SyntheticDataConfig",
+    "TextDataConfig",
 ]
 
 _MODULES = {
@@ -30,6 +32,7 @@ _MODULES = {
     "LLMBatch": "batch",
     "LLMIndexedBatch": "batch",
     "SyntheticDataConfig": "configs",
+    "TextDataConfig": "configs",
 }
 
 

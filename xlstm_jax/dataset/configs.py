@@ -59,21 +59,15 @@ class DataConfig:
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
-class HFHubDataConfig(DataConfig):
-    """A data set of the Hugging Face hub, or one on disk that `datasets` can read."""
+class TextDataConfig(DataConfig):
+    """What data sets of documents have in common, from tokens to batches."""
 
-    hf_path: Path | str
-    hf_cache_dir: Path | str | None = None
-    hf_access_token: str | None = dataclasses.field(default=None, repr=False)
-    hf_data_dir: Path | str | None = None
-    hf_data_files: str | None = None
-    split: str | None = "train"
-    hf_num_data_processes: int | None = None
-    """How many processes download and prepare the data."""
     data_column: str = "text"
     max_steps_per_epoch: int | None = None
     """The number of batches after which an epoch ends, if the data does not end before."""
     tokenizer_path: str = "gpt2"
+    hf_cache_dir: Path | str | None = None
+    hf_access_token: str | None = dataclasses.field(default=None, repr=False)
     add_bos: bool = False
     add_eos: bool = False
     add_eod: bool = True
@@ -93,10 +87,24 @@ class HFHubDataConfig(DataConfig):
     def __post_init__(self):
         super().__post_init__()
         _check_least(self, 0, "worker_count")
-        _check_least(
-            self, 1, "worker_buffer_size", "grain_packing_bin_count", "max_steps_per_epoch", "hf_num_data_processes"
-        )
+        _check_least(self, 1, "worker_buffer_size", "grain_packing_bin_count", "max_steps_per_epoch")
         _check_rampup(self.global_batch_size, self.batch_rampup_factors)
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class HFHubDataConfig(TextDataConfig):
+    """A data set of the Hugging Face hub, or one on disk that `datasets` can read."""
+
+    hf_path: Path | str
+    hf_data_dir: Path | str | None = None
+    hf_data_files: str | None = None
+    split: str | None = "train"
+    hf_num_data_processes: int | None = None
+    """How many processes download and prepare the data."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_least(self, 1, "hf_num_data_processes")
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
@@ -111,40 +119,13 @@ class SyntheticDataConfig(DataConfig):
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
-class GrainArrayRecordsDataConfig(DataConfig):
+class GrainArrayRecordsDataConfig(TextDataConfig):
     """ArrayRecord files, `<data_path>/<split>/*.arecord`: each record is a text, or tokens of four bytes each."""
 
     data_path: Path
-    data_column: str = "text"
     split: str = "train"
-    drop_remainder: bool = False
-    """Leave out the last rows, if they fill no batch."""
-    max_steps_per_epoch: int | None = None
-    """The number of batches after which an epoch ends, if the data does not end before."""
     tokenize_data: bool = True
     """Whether records are texts; otherwise they are tokens."""
-    tokenizer_path: str = "gpt2"
-    add_bos: bool = False
-    add_eos: bool = False
-    add_eod: bool = True
-    """End each document that is shorter than a row with the token for the end of a document."""
-    grain_packing: bool = False
-    """Put several documents into a row, instead of padding each."""
-    grain_packing_bin_count: int | None = None
-    """How many rows are filled at a time; `None` for as many as a batch has."""
-    worker_count: int = 1
-    worker_buffer_size: int = 1
-    """How many batches a worker prepares ahead."""
-    hf_cache_dir: Path | None = None
-    hf_access_token: str | None = dataclasses.field(default=None, repr=False)
-    batch_rampup_factors: dict[int, float] | None = None
-    """From these steps on, batches have this many times `global_batch_size` rows."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_least(self, 0, "worker_count")
-        _check_least(self, 1, "worker_buffer_size", "grain_packing_bin_count", "max_steps_per_epoch")
-        _check_rampup(self.global_batch_size, self.batch_rampup_factors)
 
 
 def _present(names: Collection[str], **values: Any) -> dict[str, Any]:
