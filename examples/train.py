@@ -2,23 +2,18 @@
 
     python examples/train.py [--folder outputs/example] [--steps 400]
 
-Shows what a run of one's own needs: batches that know where they are, configs, a trainer, callbacks. Ctrl-C finishes
+Shows what a run of one's own needs: configs of data, model, optimizer and run; a trainer; callbacks. Ctrl-C finishes
 the step, saves and leaves; the same command goes on from there, and gives what one uninterrupted run would have given.
 Nothing is downloaded; two CPU cores need a few minutes.
 """
 
 import argparse
 import math
-import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from xlstm_jax.dataset import LLMBatch
+from xlstm_jax.dataset import DataIterator, LLMBatch, StandardLibraryDataConfig, create_data_iterator
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
@@ -29,59 +24,24 @@ from xlstm_jax.trainer.logger import LoggerConfig
 from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig
 
 ROWS, LENGTH = 16, 256
-MODULES = ("argparse", "ast", "calendar", "csv", "dataclasses", "difflib", "doctest", "enum", "functools", "inspect")
-HELD_OUT = ("heapq", "shlex")
 
 
-class ByteLoader:
-    """Windows of a text in an order that follows from the seed; batch `n` is the same in every run.
-
-    Args:
-        text: The text.
-        mesh: The devices.
-        num_batches: The length of an epoch, after which the order begins anew; `None` for no end.
-    """
-
-    def __init__(self, text: bytes, mesh: Mesh, num_batches: int | None = None):
-        self.tokens = np.frombuffer(text, np.uint8).astype(np.int32)
-        self.sharding = NamedSharding(mesh, P(mesh.axis_names))
-        self.num_batches = num_batches
-        self.index = 0
-
-    def __iter__(self) -> Iterator[LLMBatch]:
-        if self.num_batches is not None:
-            self.index = 0
-        return self
-
-    def __next__(self) -> LLMBatch:
-        if self.index == self.num_batches:
-            raise StopIteration
-        generator = np.random.default_rng((42, self.index))
-        starts = generator.integers(0, len(self.tokens) - LENGTH, ROWS)
-        windows = self.tokens[starts[:, None] + np.arange(LENGTH + 1)]
-        self.index += 1
-        batch = LLMBatch.from_inputs(windows[:, :-1], windows[:, 1:])
-        return jax.device_put(batch, self.sharding)
-
-    def get_state(self) -> dict[str, int]:
-        """Say where the loader is, for checkpoints."""
-        return {"index": self.index}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        """Go on from there."""
-        self.index = state["index"]
-
-
-def read_modules(names: tuple[str, ...]) -> bytes:
-    """Return the source of modules of the standard library."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    return b"\n".join((folder / f"{name}.py").read_bytes() for name in names)
+def load_data(mesh: Mesh) -> tuple[DataIterator, DataIterator]:
+    """Open the data to train on, and some to validate on: every byte is a token."""
+    train, validation = StandardLibraryDataConfig.create_train_eval_configs(
+        train_kwargs={"packing": "stream"},
+        eval_kwargs={"packing": "first_fit", "max_steps_per_epoch": 8},
+        global_batch_size=ROWS,
+        max_target_length=LENGTH,
+        worker_count=0,
+    )
+    return create_data_iterator(train, mesh), create_data_iterator(validation, mesh)
 
 
 def build_trainer(folder: Path, num_steps: int) -> LLMTrainer:
     """Describe the run."""
     parallel = ParallelConfig()
-    shape = XLSTMConfig(vocab_size=256, embedding_dim=128, num_heads=4, num_blocks=3, parallel=parallel)
+    shape = XLSTMConfig(vocab_size=264, embedding_dim=128, num_heads=4, num_blocks=3, parallel=parallel)
     return LLMTrainer(
         LLMTrainerConfig(
             logger=LoggerConfig(log_path=folder, log_every_n_steps=10),
@@ -112,8 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="how long to train")
     options = parser.parse_args()
     trainer = build_trainer(options.folder, options.steps)
-    train_loader = ByteLoader(read_modules(MODULES), trainer.mesh)
-    val_loader = ByteLoader(read_modules(HELD_OUT), trainer.mesh, num_batches=8)
+    train_loader, val_loader = load_data(trainer.mesh)
     trainer.load_model(raise_if_not_found=False)
     if trainer.global_step:
         trainer.load_data_loaders(train_loader=train_loader)

@@ -138,8 +138,14 @@ def test_without_a_length_an_epoch_is_what_the_loader_has():
 
 
 @settings(deadline=None, max_examples=30)
-@given(loader=st.sampled_from(sorted(LOADERS)), length=st.integers(1, 5), stop=st.integers(0, 11), reset=st.booleans())
-def test_a_restored_iterator_goes_on_with_exactly_the_next_batch(loader, length, stop, reset):
+@given(
+    loader=st.sampled_from(sorted(LOADERS)),
+    length=st.integers(1, 5),
+    stop=st.integers(0, 11),
+    reset=st.booleans(),
+    prefetch=st.integers(0, 3),
+)
+def test_a_restored_iterator_goes_on_with_exactly_the_next_batch(loader, length, stop, reset, prefetch):
     def epochs(iterator):
         while True:
             yield from indices(iterator)
@@ -155,13 +161,49 @@ def test_a_restored_iterator_goes_on_with_exactly_the_next_batch(loader, length,
 
     options = {"iterator_length": length, "reset_after_epoch": reset}
     whole = take(make_iterator(LOADERS[loader](), **options), stop + 6)
-    first, second = (make_iterator(LOADERS[loader](), **options) for _ in range(2))
+    first, second = (make_iterator(LOADERS[loader](), **options, prefetch=prefetch) for _ in range(2))
     assert list(draw(first, stop)) == whole[:stop]
     state = first.get_state()
     assert set(state) == {"step", "iterator_length", "iterator"}
     second.set_state(json.loads(json.dumps(state)))
     assert second.get_state() == state
     assert take(second, 6) == whole[stop:]
+
+
+def test_prefetching_goes_on_over_the_ends_of_a_loader():
+    iterator = make_iterator([rows(0), rows(1)], reset_after_epoch=True, prefetch=3)
+    assert [indices(iterator) for _ in range(3)] == [[0, 1]] * 3
+
+
+def test_where_prefetching_fails_the_iterator_stays_after_the_last_batch_and_can_go_on():
+    class Flaky(Endless):
+        is_broken = True
+
+        def __iter__(self):
+            return FlakyIterator(self)
+
+    class FlakyIterator(EndlessIterator):
+        def __next__(self):
+            if self.index == 2 and self.loader.is_broken:
+                self.index = 100  # It was in the midst of something.
+                raise OSError("the disk is gone")
+            return super().__next__()
+
+    loader = Flaky()
+    iterator = make_iterator(loader, prefetch=2)
+    assert indices([next(iterator), next(iterator)]) == [0, 1]
+    state = iterator.get_state()
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(iterator)
+        assert iterator.get_state() == state
+    loader.is_broken = False
+    assert indices([next(iterator)]) == [2]
+
+
+def test_shapes_that_all_processes_pad_together_are_not_prefetched():
+    with pytest.raises(ValueError, match="set prefetch=0"):
+        make_iterator(Endless(), pad_shapes=True, prefetch=1)
 
 
 def test_a_state_goes_through_a_checkpoint():

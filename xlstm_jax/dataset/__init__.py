@@ -7,32 +7,55 @@ if TYPE_CHECKING:
     from xlstm_jax.dataset.batch import Batch, LLMBatch, LLMIndexedBatch
     from xlstm_jax.dataset.configs import (
         DataConfig,
+        FormalTaskDataConfig,
         GrainArrayRecordsDataConfig,
         HFHubDataConfig,
+        StandardLibraryDataConfig,
         SyntheticDataConfig,
         TextDataConfig,
+        TextFilesDataConfig,
+    )
+    from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
+    from xlstm_jax.dataset.input_pipeline_interface import (
+        DataIterator,
+        create_data_iterator,
+        create_mixed_data_iterator,
     )
 
 __all__ = [
     "Batch",
     "DataConfig",
+    "DataIterator",
+    "FormalTaskDataConfig",
     "GrainArrayRecordsDataConfig",
     "HFHubDataConfig",
     "LLMBatch",
     "LLMIndexedBatch",
+    "StandardLibraryDataConfig",
     "SyntheticDataConfig",
     "TextDataConfig",
+    "TextFilesDataConfig",
+    "create_data_iterator",
+    "create_mixed_data_iterator",
+    "load_tokenizer",
 ]
 
 _MODULES = {
     "Batch": "batch",
     "DataConfig": "configs",
+    "DataIterator": "input_pipeline_interface",
+    "FormalTaskDataConfig": "configs",
     "GrainArrayRecordsDataConfig": "configs",
     "HFHubDataConfig": "configs",
     "LLMBatch": "batch",
     "LLMIndexedBatch": "batch",
+    "StandardLibraryDataConfig": "configs",
     "SyntheticDataConfig": "configs",
     "TextDataConfig": "configs",
+    "TextFilesDataConfig": "configs",
+    "create_data_iterator": "input_pipeline_interface",
+    "create_mixed_data_iterator": "input_pipeline_interface",
+    "load_tokenizer": "hf_tokenizer",
 }
 
 

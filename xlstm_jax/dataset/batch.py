@@ -58,6 +58,14 @@ class LLMBatch(Batch):
             return self._document_borders
         return _compute(_find_borders, self.inputs_segmentation)
 
+    def get_borders_of_streams(self) -> Array:
+        """Return the borders for a state that is carried over from the same row of the batch before.
+
+        The first column is one only where a document begins: otherwise its position goes on from that batch.
+        """
+        borders = self.get_document_borders()
+        return _numpy_of(borders).concatenate([self.inputs_position[..., :1] == 0, borders[..., 1:]], axis=-1)
+
     def __getitem__(self, key: Any) -> Any:
         """Slice every array; of a tuple, an array uses as many entries as it has axes.
 

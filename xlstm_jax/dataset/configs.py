@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from xlstm_jax.configs import ConfigError
 
@@ -71,16 +71,24 @@ class TextDataConfig(DataConfig):
     add_bos: bool = False
     add_eos: bool = False
     add_eod: bool = True
-    """End each document that is shorter than a row with the token for the end of a document."""
+    """End each document with the token for the end of a document, which the tokenizer calls the end of a sequence."""
+    packing: Literal["stream", "first_fit", "none"] | None = None
+    """How documents are laid out in rows. With `stream` a row has no end: a document goes on in the same row of the
+    next batch. With `first_fit` pieces of at most a row are put together. With `none` each piece is padded to a row. By
+    default, `first_fit` if `grain_packing` is set, else `none`."""
     grain_packing: bool = False
     """Put several documents into a row, instead of padding each."""
     grain_packing_bin_count: int | None = None
-    """How many rows are filled at a time; `None` for as many as a batch has."""
+    """How many rows `first_fit` fills at a time; `None` for as many as a batch has."""
     worker_count: int = 1
+    """How many processes read texts and tokenise them; 0 for a thread. Tokens on disk need none."""
     worker_buffer_size: int = 1
-    """How many batches a worker prepares ahead."""
+    """How many batches are prepared ahead."""
     drop_remainder: bool = False
-    """Leave out the last rows, if they fill no batch."""
+    """Let the data begin again in the batch in which it ends, so that no row is padded; otherwise every epoch is one
+    pass over all documents, the last rows of which are padded."""
+    on_bad_data: Literal["error", "skip"] = "error"
+    """Whether documents that are empty, damaged or missing are an error, or are left out and counted."""
     batch_rampup_factors: dict[int, float] | None = None
     """From these steps on, batches have this many times `global_batch_size` rows."""
 
@@ -89,6 +97,15 @@ class TextDataConfig(DataConfig):
         _check_least(self, 0, "worker_count")
         _check_least(self, 1, "worker_buffer_size", "grain_packing_bin_count", "max_steps_per_epoch")
         _check_rampup(self.global_batch_size, self.batch_rampup_factors)
+        _check_choice(self, "packing", "stream", "first_fit", "none", None)
+        _check_choice(self, "on_bad_data", "error", "skip")
+        if self.grain_packing and self.packing == "none":
+            raise ConfigError('grain_packing is set and packing is "none": leave one of them out.')
+
+    @property
+    def packing_name(self) -> Literal["stream", "first_fit", "none"]:
+        """The packing that `packing` and `grain_packing` come to."""
+        return self.packing or ("first_fit" if self.grain_packing else "none")
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
@@ -119,6 +136,25 @@ class SyntheticDataConfig(DataConfig):
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
+class FormalTaskDataConfig(DataConfig):
+    """Examples of a formal language or of associative recall, drawn from `data_shuffle_seed`, each a row."""
+
+    task: str
+    """A name in `formal_languages.TASKS`."""
+    min_length: int
+    """The length of the shortest strings, without question and answer."""
+    max_length: int
+    """The length of the longest strings; all lengths between are equally likely."""
+    num_batches: int = 100
+    """The number of batches in an epoch; epochs have examples of their own only if `shuffle_data` is set."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_least(self, 1, "num_batches", "min_length")
+        _check_least(self, self.min_length, "max_length")
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
 class GrainArrayRecordsDataConfig(TextDataConfig):
     """ArrayRecord files, `<data_path>/<split>/*.arecord`: each record is a text, or tokens of four bytes each."""
 
@@ -126,6 +162,31 @@ class GrainArrayRecordsDataConfig(TextDataConfig):
     split: str = "train"
     tokenize_data: bool = True
     """Whether records are texts; otherwise they are tokens."""
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class TextFilesDataConfig(TextDataConfig):
+    """Plain text, JSON lines or Parquet, compressed or not: a file, a folder or a pattern such as `data/*.jsonl.gz`."""
+
+    data_path: Path | str
+    max_document_bytes: int | None = 65536
+    """Plain text files that are longer are cut at line ends into several documents, as they have to fill many rows."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_least(self, 1, "max_document_bytes")
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class StandardLibraryDataConfig(TextDataConfig):
+    """The source of the running Python's standard library: real text without a download."""
+
+    split: Literal["train", "validation"] = "train"
+    tokenizer_path: str = "byte"
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_choice(self, "split", "train", "validation")
 
 
 def _present(names: Collection[str], **values: Any) -> dict[str, Any]:
@@ -139,6 +200,12 @@ def _check_rampup(batch_size: int, factors: dict[int, float] | None) -> None:
                 f"batch_rampup_factors gives {batch_size} * {factor} rows from step {step} on, but needs steps of at "
                 "least 0 and factors that leave a row."
             )
+
+
+def _check_choice(config: DataConfig, name: str, *choices: str | None) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, choices))}.")
 
 
 def _check_least(config: DataConfig, least: int, *names: str) -> None:

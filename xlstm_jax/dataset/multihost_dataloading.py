@@ -1,6 +1,8 @@
 """Global batches: each process loads its own rows, and all of them together are one array."""
 
 import base64
+import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.dataset.prefetch import Prefetcher
 
 _BASE64 = "base64"
 _NUM_DRAWN = "num_drawn"
@@ -31,6 +34,7 @@ class MultiHostDataLoadIterator:
         reset_after_epoch: bool = False,
         pad_shapes: bool = False,
         pad_value: int | float = 0,
+        prefetch: int = 0,
     ):
         """Wrap the loader of this process.
 
@@ -43,7 +47,10 @@ class MultiHostDataLoadIterator:
             reset_after_epoch: Begin every epoch with the first batch.
             pad_shapes: Pad arrays to the largest shape that they have in any process.
             pad_value: What they are padded with.
+            prefetch: How many batches a thread puts on the devices before they are asked for.
         """
+        if prefetch and pad_shapes:
+            raise ValueError("Shapes are padded by all processes together, which a thread must not do: set prefetch=0.")
         self.dataloader = dataloader
         self.global_mesh = global_mesh
         self.iterator_length = iterator_length
@@ -51,12 +58,17 @@ class MultiHostDataLoadIterator:
         self.reset_after_epoch = reset_after_epoch
         self.pad_shapes = pad_shapes
         self.pad_value = pad_value
-        self._batches = _LocalBatches(dataloader)
+        self._batches = batches = _LocalBatches(dataloader)
+        self._prefetcher = Prefetcher(lambda: _draw(batches, global_mesh), prefetch) if prefetch else None
+        if self._prefetcher is not None:
+            weakref.finalize(self, self._prefetcher.stop)
+        self._place: Any = None
         self._step = 0
         self._is_mid_epoch = False
 
     def reset(self) -> None:
         """Go back to the first batch."""
+        self._stop_prefetching()
         self._batches.restart()
         self._step = 0
 
@@ -68,16 +80,19 @@ class MultiHostDataLoadIterator:
         return {
             "step": self._step,
             "iterator_length": self.iterator_length,
-            "iterator": self._batches.get_state(),
+            "iterator": self._batches.get_state() if self._place is None else self._place,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where an iterator of the same data was."""
+        """Go to where an iterator of the same data was; if the loader can check a state, it does so first."""
+        if hasattr(self.dataloader, "check_state"):
+            self.dataloader.check_state(state["iterator"])  # pyright: ignore[reportAttributeAccessIssue]
         if state["iterator_length"] != self.iterator_length:
             raise ValueError(
                 f"The state is from epochs of {state['iterator_length']} batches, but here they have "
                 f"{self.iterator_length}: the data or the batch size is another one."
             )
+        self._stop_prefetching()
         self._batches.set_state(state["iterator"])
         self._step = state["step"]
         self._is_mid_epoch = self._step > 0 and not self._has_ended()
@@ -86,6 +101,7 @@ class MultiHostDataLoadIterator:
         if not self._is_mid_epoch:
             self._step = 0
             if self.reset_after_epoch:
+                self._stop_prefetching()
                 self._batches.restart()
         self._is_mid_epoch = False
         return self
@@ -100,17 +116,49 @@ class MultiHostDataLoadIterator:
             raise StopIteration
         self._is_mid_epoch = False
         try:
-            batch = get_next_batch_sharded(
-                self._batches, self.global_mesh, pad=self.pad_shapes, pad_value=self.pad_value
-            )
+            batch = self._next_batch()
         except StopIteration:
             self._step = 0  # The epoch is over: a state of now is not in the middle of one.
             raise
         self._step += 1
         return batch
 
+    def get_statistics(self) -> dict[str, float]:
+        """Return what the loader tells of its data, if it does: prefetched batches are counted already."""
+        return self.dataloader.get_statistics() if hasattr(self.dataloader, "get_statistics") else {}  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _next_batch(self) -> PyTree:
+        if self._prefetcher is None:
+            return get_next_batch_sharded(
+                self._batches, self.global_mesh, pad=self.pad_shapes, pad_value=self.pad_value
+            )
+        if self._place is None:
+            self._place = self._batches.get_state()
+        elif not self._prefetcher.is_running:  # It has failed: what it was in the midst of has to be done again.
+            self._batches.set_state(self._place)
+        batch, self._place = self._prefetcher.next()
+        if batch is None:
+            self._stop_prefetching()
+            raise StopIteration
+        return batch
+
+    def _stop_prefetching(self) -> None:
+        """Let nothing be ahead of where this iterator stands."""
+        if self._prefetcher is not None and self._place is not None:
+            self._prefetcher.stop()
+            self._batches.set_state(self._place)
+            self._place = None
+
     def _has_ended(self) -> bool:
         return self.iterator_length is not None and self._step >= self.iterator_length
+
+
+def _draw(batches: "_LocalBatches", global_mesh: Mesh) -> tuple[PyTree | None, Any]:
+    """Return the next global batch and where the loader then stands; at its end there is no batch."""
+    batch = None
+    with contextlib.suppress(StopIteration):
+        batch = get_next_batch_sharded(batches, global_mesh)
+    return batch, batches.get_state()
 
 
 class _LocalBatches(Iterator):
@@ -195,6 +243,14 @@ def get_next_batch_sharded(
             structure, [_pad_array_to_shape(pair, pad_value) for pair in zip(leaves, shapes, strict=True)]
         )
     return jax.tree_util.tree_map_with_path(lambda path, array: _form_global_array(path, array, global_mesh), batch)
+
+
+def rows_of_process(global_mesh: Mesh, num_rows: int) -> np.ndarray:
+    """Return the indices of the rows of a global batch that lie on devices of this process, in their order."""
+    _, sharding = _build_global_shape_and_sharding((num_rows,), global_mesh)
+    slices = sharding.addressable_devices_indices_map((num_rows,)).values()
+    bounds = {part[0].indices(num_rows)[:2] for part in slices if part is not None}
+    return np.concatenate([np.arange(*pair) for pair in sorted(bounds)])
 
 
 def _largest_shapes(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -9,7 +9,8 @@ import pytest
 from trainer.runs import make_trainer, model_config
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.trainer.callbacks.text_samples import ByteTokenizer, TextSamplesConfig
+from xlstm_jax.dataset.light_tokenizers import ByteTokenizer
+from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
 
 
 class Parrot:

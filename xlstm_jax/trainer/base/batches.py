@@ -30,7 +30,7 @@ class BatchStream:
                 is used up.
         """
         is_new = self._iterator is None
-        iterator = self._iterator = self._iterator or iter(self.loader)
+        iterator = self._iterator = iter(self.loader) if self._iterator is None else self._iterator
         batch = next(iterator, None)
         if batch is None:
             self._iterator = None

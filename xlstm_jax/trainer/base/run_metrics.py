@@ -3,7 +3,7 @@
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -51,6 +51,7 @@ class RunMonitor:
         tokens_seen: Inputs of the model since the first step, padding included; those of other starts too.
         num_bad: Bad steps so far, as of the last row.
         data_wait: Seconds that the host waited for batches since the last row.
+        data_statistics: Returns what the data tells of itself.
     """
 
     def __init__(self, clock: Clock, model_config: Any, num_devices: int):
@@ -60,6 +61,7 @@ class RunMonitor:
         self.tokens_seen = 0
         self.num_bad = 0
         self.data_wait = 0.0
+        self.data_statistics: Callable[[], Mapping[str, float]] = dict
         self._sequence_length = 0
         self._last = (0, 0)
 
@@ -92,6 +94,7 @@ class RunMonitor:
             if flops:
                 numbers["mfu"] = rate * flops / peak_flops(self.num_devices)
         numbers["device_memory_gib"] = device_memory() / GIB
+        numbers |= {f"data_{name}": value for name, value in self.data_statistics().items()}
         self.start(step)
         return numbers | self.clock.shares()
 

@@ -334,6 +334,7 @@ class TrainerModule(Validation):
             with self._interrupts.watch():
                 self.logger.on_training_start(step=self.global_step or None)
                 self.monitor.start(self.global_step)
+                self.monitor.data_statistics = getattr(train_loader, "get_statistics", dict)
                 self.log_training_info(
                     num_epochs, plan.num_train_steps, plan.steps_per_epoch, train_loader, val_loader, test_loader
                 )

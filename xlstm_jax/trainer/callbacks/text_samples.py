@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.light_tokenizers import ByteTokenizer
 from xlstm_jax.inference.sampling import temperature_sampling
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
@@ -20,18 +21,6 @@ LOGGER = logging.getLogger(__name__)
 
 LOGGED_CHARACTERS = 80
 """How much of a sample is in the log; the file has all of it."""
-
-
-class ByteTokenizer:
-    """Text as its bytes in UTF-8: the token of a byte is its value."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
-        return list(text.encode())
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes; what is no byte, or no UTF-8, is replaced."""
-        return bytes(token if token < 256 else 0xFF for token in tokens).decode(errors="replace")
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)

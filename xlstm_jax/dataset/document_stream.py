@@ -1,0 +1,206 @@
+"""The documents of a source, pass after pass, in an order that follows from a seed."""
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from grain.experimental import index_shuffle
+
+from xlstm_jax.dataset.workers import Pending, WorkerPool
+
+_FEW = 2**16
+"""Permutations of fewer documents are kept in memory; those of more are computed place by place, which takes longer
+for fewer documents."""
+_CHUNK = 128
+"""How many documents are read at a time: enough for a tokenizer to work on several at once."""
+
+
+@runtime_checkable
+class Documents(Protocol):
+    """A numbered set of documents. Workers get a pickled copy."""
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        ...
+
+    def read(self, indices: Sequence[int]) -> list[np.ndarray]:
+        """Return the tokens of some documents, without the end of a document."""
+        ...
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The number of tokens in all documents, where it is known without reading them."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return, for JSON, by what this set is told from others, wherever it is stored."""
+        ...
+
+
+class Document(NamedTuple):
+    """One document."""
+
+    source: int
+    """Which of several sources it is from."""
+    position: int
+    """Where it stands in the endless order of its source."""
+    tokens: np.ndarray
+    """All of its tokens, the end of the document among them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Documents, and how they are read."""
+
+    documents: Documents
+    shuffle_seed: int | None = None
+    """Each pass has an order of its own that follows from this seed; without one, documents keep their order."""
+    eod_token_id: int | None = None
+    """What is put at the end of each document."""
+    on_bad_data: Literal["error", "skip"] = "error"
+    """Whether a document that has no tokens or cannot be read is an error, or is left out and counted."""
+    name: str = "data"
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The number of tokens in a pass, the ends of documents among them, where it is known."""
+        count = self.documents.num_tokens
+        return None if count is None else count + len(self.documents) * (self.eod_token_id is not None)
+
+    def describe(self) -> dict[str, Any]:
+        """Return, for JSON, all that decides on the documents and their order."""
+        return {
+            **self.documents.describe(),
+            "shuffle_seed": self.shuffle_seed,
+            "eod_token_id": self.eod_token_id,
+            "on_bad_data": self.on_bad_data,
+        }
+
+
+class DocumentStream:
+    """Draws the documents of a source one by one, and reads ahead.
+
+    Args:
+        sources: All sources that the pool reads.
+        index: Which of them this one is.
+        pool: Does `read_documents` on the sources.
+    """
+
+    def __init__(self, sources: Sequence[Source], index: int, pool: WorkerPool):
+        self._source = sources[index]
+        self._index = index
+        self._pool = pool
+        self._num_documents = len(self._source.documents)
+        if not self._num_documents:
+            raise ValueError(f"The source {self._source.name!r} has no documents.")
+        self.seek(0)
+        self.num_skipped = 0
+
+    @property
+    def position(self) -> int:
+        """Where the next document stands."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Let the document at a position be the next one."""
+        self._position = self._next_read = position
+        self._ahead: deque[Pending] = deque()
+        self._ready: deque[np.ndarray] = deque()
+
+    def draw(self, limit: int | None = None) -> Document | None:
+        """Return the next document that has tokens, or `None` at the position `limit`."""
+        last = self._position + self._num_documents
+        while self._position != limit:
+            if not self._ready:
+                self._read_ahead()
+                self._ready.extend(self._ahead.popleft().result())
+            document = self._finish(self._position, self._ready.popleft())
+            self._position += 1
+            if document is not None:
+                return document
+            self.num_skipped += 1
+            if self._position == last:
+                raise ValueError(f"None of the {self._num_documents} documents of {self._source.name!r} has tokens.")
+        return None
+
+    def fetch(self, positions: Sequence[int]) -> dict[int, Document]:
+        """Return the documents at some positions; the order of those to be drawn does not change."""
+        tokens = self._submit(positions).result()
+        found = {position: self._finish(position, row) for position, row in zip(positions, tokens, strict=True)}
+        missing = [position for position, document in found.items() if document is None]
+        if missing:
+            raise ValueError(
+                f"The document at position {missing[0]} of {self._source.name!r} had tokens when the state was saved, "
+                "and now has none: the data has changed."
+            )
+        return {position: document for position, document in found.items() if document is not None}
+
+    def _read_ahead(self) -> None:
+        while len(self._ahead) < self._pool.num_ahead:
+            self._ahead.append(self._submit(range(self._next_read, self._next_read + _CHUNK)))
+            self._next_read += _CHUNK
+
+    def _submit(self, positions: Sequence[int]) -> Pending:
+        return self._pool.submit((self._index, self._documents_at(positions)))
+
+    def _documents_at(self, positions: Sequence[int]) -> list[int]:
+        """Return which documents stand at some positions: in each pass, all of them in an order of its own."""
+        size, seed = self._num_documents, self._source.shuffle_seed
+        if seed is None:
+            return [position % size for position in positions]
+        return [_order_of_pass(size, seed, position // size)(position % size) for position in positions]
+
+    def _finish(self, position: int, tokens: np.ndarray) -> Document | None:
+        if not tokens.size:
+            if self._source.on_bad_data == "skip":
+                return None
+            (index,) = self._documents_at([position])
+            raise ValueError(
+                f"Document {index} of {self._source.name!r} has no tokens. Take it out, or set "
+                'on_bad_data="skip" to leave such documents out and count them.'
+            )
+        if self._source.eod_token_id is not None:
+            tokens = np.append(tokens, np.int32(self._source.eod_token_id))
+        return Document(self._index, position, tokens)
+
+
+class ReadDocuments:
+    """Reads documents of several sources: what workers do.
+
+    Args:
+        sources: The sources.
+    """
+
+    def __init__(self, sources: Sequence[Source]):
+        self._sources = sources
+
+    def __call__(self, task: tuple[int, Sequence[int]]) -> list[np.ndarray]:
+        """Return the tokens of the documents with some indices in a source; none for those that are to be left out."""
+        index, indices = task
+        source = self._sources[index]
+        if source.on_bad_data == "error":
+            return source.documents.read(indices)
+        try:
+            return source.documents.read(indices)
+        except (OSError, ValueError):
+            return [self._read_or_skip(source.documents, index) for index in indices]
+
+    @staticmethod
+    def _read_or_skip(documents: Documents, index: int) -> np.ndarray:
+        try:
+            return documents.read([index])[0]
+        except (OSError, ValueError):
+            return np.zeros(0, np.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _order_of_pass(size: int, seed: int, number: int) -> Callable[[int], int]:
+    """Return a permutation of the numbers below `size` that is drawn from a seed and the number of a pass."""
+    random = np.random.SeedSequence((seed, number))
+    if size < _FEW:
+        return np.argsort(random.generate_state(size, np.uint64), kind="stable").item
+    (own_seed,) = random.generate_state(1).tolist()
+    return functools.partial(index_shuffle, max_index=size - 1, seed=own_seed, rounds=4)

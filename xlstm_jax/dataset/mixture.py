@@ -1,0 +1,89 @@
+"""Documents of several sources, in proportion to weights."""
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xlstm_jax.dataset.document_stream import Document, DocumentStream
+
+
+class WeightSchedule:
+    """The share of tokens that each source has, from given steps on.
+
+    Args:
+        num_sources: The number of sources.
+        weights: The weight of each source, in any unit; equal ones if not given.
+        at_steps: From these steps on, other weights.
+    """
+
+    def __init__(
+        self,
+        num_sources: int,
+        weights: Sequence[float | int] | None = None,
+        at_steps: Mapping[int, Sequence[float | int]] | None = None,
+    ):
+        stages = {0: weights or [1.0] * num_sources, **{int(step): row for step, row in (at_steps or {}).items()}}
+        for step, row in stages.items():
+            if step < 0 or len(row) != num_sources or min(row) < 0 or not sum(row) > 0:
+                raise ValueError(
+                    f"The weights from step {step} on are {list(row)}, but must be {num_sources} numbers that are not "
+                    "negative and not all 0, for a step that is not negative."
+                )
+        self._steps = sorted(stages)
+        self._shares = [[weight / sum(stages[step]) for weight in stages[step]] for step in self._steps]
+
+    def __call__(self, step: int) -> list[float]:
+        """Return the shares at a step; they sum to 1."""
+        return self._shares[bisect.bisect_right(self._steps, step) - 1]
+
+    def describe(self) -> dict[str, list[float]]:
+        """Return, for JSON, the shares by the steps at which they begin."""
+        return {str(step): shares for step, shares in zip(self._steps, self._shares, strict=True)}
+
+
+class Mixture:
+    """Draws each document from the source that is furthest behind its share of tokens.
+
+    Each document drawn gives every source its share of the document's tokens as credit, and takes all of them from its
+    own source. The most credit goes first, so no source is ever off by more than the length of some documents.
+
+    Args:
+        streams: The documents of each source.
+        weights: Their shares.
+    """
+
+    def __init__(self, streams: Sequence[DocumentStream], weights: WeightSchedule):
+        self._streams = streams
+        self._weights = weights
+        self._credits = [0.0] * len(streams)
+
+    def draw(self, step: int, limit: int | None = None) -> Document | None:
+        """Return the next document.
+
+        Args:
+            step: The step that the document is for.
+            limit: The position at which a source ends, if it does.
+        """
+        shares = self._weights(step)
+        chosen = max((index for index, share in enumerate(shares) if share), key=self._credits.__getitem__)
+        document = self._streams[chosen].draw(limit)
+        if document is not None:
+            size = len(document.tokens)
+            self._credits = [credit + share * size for credit, share in zip(self._credits, shares, strict=True)]
+            self._credits[chosen] -= size
+        return document
+
+    def get_state(self) -> dict[str, Any]:
+        """Return where all sources stand, for JSON."""
+        return {
+            "positions": [stream.position for stream in self._streams],
+            "skipped": [stream.num_skipped for stream in self._streams],
+            "credits": list(self._credits),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go to where a mixture of the same sources stood."""
+        for stream, position, skipped in zip(self._streams, state["positions"], state["skipped"], strict=True):
+            stream.seek(position)
+            stream.num_skipped = skipped
+        self._credits = list(state["credits"])

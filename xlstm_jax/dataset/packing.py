@@ -1,0 +1,211 @@
+"""How documents are laid out in rows.
+
+A row is a list of pieces of documents. Each token of a document is a target once: what does not fit goes on elsewhere.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from xlstm_jax.dataset.batch import LLMBatch
+from xlstm_jax.dataset.document_stream import Document
+
+
+class Piece(NamedTuple):
+    """Some tokens of a document, one after the other."""
+
+    document: Document
+    start: int
+    stop: int
+
+
+Row = list[Piece]
+Draw = Callable[[], Document | None]
+"""Returns the next document, or `None` when there is none."""
+Find = Callable[[int, int], Document]
+"""Returns the document of a source at a position."""
+
+
+PackingState = Mapping[str, list[list[list[int]]]]
+"""Rows by name, for JSON; a piece is its source, the position of its document there, its start and its stop."""
+
+
+@runtime_checkable
+class Packing(Protocol):
+    """Fills rows with documents."""
+
+    continues: bool
+    """Whether a piece that does not begin its document goes on where the same row of the batch before has ended."""
+
+    def fill(self, num_rows: int, draw: Draw) -> list[Row]:
+        """Return the next rows; those for which there is no document are empty."""
+        ...
+
+    def get_state(self) -> PackingState:
+        """Return the pieces that have been drawn and not yet been laid out."""
+        ...
+
+    def set_state(self, state: PackingState, find: Find) -> None:
+        """Take up these pieces."""
+        ...
+
+
+class StreamPacking:
+    """Every row is a stream without end: a document goes on in the next batch, where the row has ended in this one.
+
+    A row takes a new document when it has room left. Only once there are no more documents is a row padded. Where a
+    batch has fewer rows than the one before, the documents of the last rows go on in the first ones that have room.
+
+    Args:
+        length: The number of tokens in a row.
+    """
+
+    continues = True
+
+    def __init__(self, length: int):
+        self._length = length
+        self._rest: list[Piece | None] = []
+        self._homeless: deque[Piece] = deque()
+
+    def fill(self, num_rows: int, draw: Draw) -> list[Row]:
+        """Return the next rows."""
+        self._homeless.extend(rest for rest in self._rest[num_rows:] if rest is not None)
+        self._rest = [*self._rest[:num_rows], *[None] * (num_rows - len(self._rest))]
+        return [self._fill_row(index, draw) for index in range(num_rows)]
+
+    def _fill_row(self, index: int, draw: Draw) -> Row:
+        row, room = [], self._length
+        while room:
+            rest = self._rest[index] or self._next_rest(draw)
+            if rest is None:
+                break
+            stop = min(rest.start + room, rest.stop)
+            row.append(rest._replace(stop=stop))
+            room -= stop - rest.start
+            self._rest[index] = rest._replace(start=stop) if stop < rest.stop else None
+        return row
+
+    def _next_rest(self, draw: Draw) -> Piece | None:
+        if self._homeless:
+            return self._homeless.popleft()
+        document = draw()
+        return None if document is None else Piece(document, 0, len(document.tokens))
+
+    def get_state(self) -> PackingState:
+        """Return what is left of the document of each row."""
+        rest = [[] if piece is None else [piece] for piece in self._rest]
+        return {"rest": _describe(rest), "homeless": _describe([[piece] for piece in self._homeless])}
+
+    def set_state(self, state: PackingState, find: Find) -> None:
+        """Take up these documents."""
+        self._rest = [row[0] if row else None for row in _find_rows(state["rest"], find)]
+        self._homeless = deque(row[0] for row in _find_rows(state["homeless"], find))
+
+
+class FirstFitPacking:
+    """Puts each piece into the first row that has room for it; documents longer than a row are cut into several pieces.
+
+    Some rows are filled at a time. If a piece fits into none of them, the fullest is finished and makes room.
+
+    Args:
+        length: The number of tokens in a row.
+        num_bins: How many rows are filled at a time; with 0, every piece has a row of its own.
+    """
+
+    continues = False
+
+    def __init__(self, length: int, num_bins: int):
+        self._length = length
+        self._bins: list[Row] = [[] for _ in range(num_bins)]
+        self._room = np.full(num_bins, length)
+        self._finished: deque[Row] = deque()
+
+    def fill(self, num_rows: int, draw: Draw) -> list[Row]:
+        """Return the next rows."""
+        while len(self._finished) < num_rows:
+            document = draw()
+            if document is None:
+                self._finished.extend(row for row in self._bins if row)
+                self._set_bins([[] for _ in self._bins])
+                break
+            for piece in self._cut(document):
+                self._place(piece)
+        return [self._finished.popleft() if self._finished else [] for _ in range(num_rows)]
+
+    def _cut(self, document: Document) -> Iterator[Piece]:
+        size = len(document.tokens)
+        for start in range(0, size, self._length):
+            yield Piece(document, start, min(start + self._length, size))
+
+    def _place(self, piece: Piece) -> None:
+        size = piece.stop - piece.start
+        if size == self._length or not self._bins:
+            self._finished.append([piece])
+            return
+        has_room = self._room >= size
+        index = int(np.argmax(has_room))
+        if not has_room[index]:
+            index = int(np.argmin(self._room))
+            self._finished.append(self._bins[index])
+            self._bins[index], self._room[index] = [], self._length
+        self._bins[index].append(piece)
+        self._room[index] -= size
+
+    def _set_bins(self, bins: list[Row]) -> None:
+        self._bins = bins
+        self._room = np.array([self._length - sum(piece.stop - piece.start for piece in row) for row in bins])
+
+    def get_state(self) -> PackingState:
+        """Return the rows that are being filled, and those that are finished but have not been asked for."""
+        return {"bins": _describe(self._bins), "finished": _describe(self._finished)}
+
+    def set_state(self, state: PackingState, find: Find) -> None:
+        """Take up these rows."""
+        self._set_bins(_find_rows(state["bins"], find))
+        self._finished = deque(_find_rows(state["finished"], find))
+
+
+def make_batch(rows: Sequence[Row], length: int, bos_token_id: int, continues: bool) -> LLMBatch:
+    """Write rows as a batch of NumPy arrays.
+
+    The input before a target is the token before it in its document, or `bos_token_id` if there is none: no token of
+    one document is an input of another.
+
+    Args:
+        rows: The rows.
+        length: The number of tokens in a row.
+        bos_token_id: The first input of a document.
+        continues: Let the positions of a piece count on from the beginning of its document, not of the piece.
+    """
+    inputs, targets, segmentation, position = np.zeros((4, len(rows), length), np.int32)
+    count = np.arange(length, dtype=np.int32)
+    for index, row in enumerate(rows):
+        begin = 0
+        for number, (document, start, stop) in enumerate(row, 1):
+            size = stop - start
+            end = begin + size
+            tokens = document.tokens
+            targets[index, begin:end] = tokens[start:stop]
+            inputs[index, begin] = tokens[start - 1] if start else bos_token_id
+            inputs[index, begin + 1 : end] = tokens[start : stop - 1]
+            segmentation[index, begin:end] = number
+            position[index, begin:end] = count[:size] + start if continues and start else count[:size]
+            begin = end
+    return LLMBatch(
+        inputs=inputs,
+        targets=targets,
+        inputs_position=position,
+        inputs_segmentation=segmentation,
+        targets_position=position,
+        targets_segmentation=segmentation,
+    )
+
+
+def _describe(rows: Iterable[Row]) -> list[list[list[int]]]:
+    return [[[document.source, document.position, start, stop] for document, start, stop in row] for row in rows]
+
+
+def _find_rows(rows: list[list[list[int]]], find: Find) -> list[Row]:
+    return [[Piece(find(source, position), start, stop) for source, position, start, stop in row] for row in rows]

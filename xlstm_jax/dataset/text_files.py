@@ -1,0 +1,349 @@
+"""Documents from files of plain text, JSON lines and Parquet: one at a time, and always in the same order."""
+
+import contextlib
+import glob
+import hashlib
+import importlib
+import io
+import itertools
+import json
+import logging
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+LOGGER = logging.getLogger(__name__)
+
+OnBadData = Literal["error", "skip"]
+Position = tuple[int, int]
+"""Where a document stands: the index of its file, and its own among the good documents of that file."""
+BEGINNING: Position = (0, 0)
+
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "pyarrow"}
+"""From the last suffix of a file to the module that reads it, imported when needed: some builds of Python lack one."""
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_PARQUET_ROWS = 256
+"""How many rows are read at a time."""
+_SHORTEST_DOCUMENT = 4
+"""The largest number of bytes that a character has in UTF-8: no cut is shorter."""
+
+
+class BadDocument(NamedTuple):
+    """A document that cannot be used."""
+
+    reason: str
+    """In few words, to count such documents by."""
+    detail: str
+    """A sentence without its subject and end: what is wrong."""
+    place: str = ""
+    """Where in its file the document is."""
+
+
+class BadDataPolicy:
+    """What is done about documents that cannot be used: the first is an error, or all are left out and counted.
+
+    Args:
+        on_bad_data: Whether it is an error.
+    """
+
+    def __init__(self, on_bad_data: OnBadData):
+        if on_bad_data not in ("error", "skip"):
+            raise ValueError(f'on_bad_data is {on_bad_data!r}, but must be "error" or "skip".')
+        self.on_bad_data = on_bad_data
+        self.skipped: Counter[str] = Counter()
+        """How many documents have been left out, by reason."""
+
+    def handle(self, bad: BadDocument, source: object) -> None:
+        """Raise an error that says what is wrong and where, or count."""
+        place = ", ".join(filter(None, [str(source), bad.place]))
+        if self.on_bad_data == "error":
+            raise ValueError(
+                f'{place}: {bad.detail}. Mend it, or set on_bad_data="skip" to leave such documents out and count them.'
+            )
+        LOGGER.debug("Left out %s: %s.", place, bad.detail)
+        self.skipped[bad.reason] += 1
+
+
+class TextFiles:
+    """The documents of files: all of the files are found at once, what is in them is read when it is asked for.
+
+    A file of plain text is one document, or several if it is long. JSON lines (`.jsonl`, `.ndjson`, `.json`) have an
+    object on each line, and Parquet files have rows; each is a document. All but Parquet files may be compressed
+    (`.gz`, `.bz2`, `.xz`, `.zst`).
+
+    Args:
+        path: A file, a folder with all that is in it and below but is not hidden, or a pattern such as `data/*.txt`;
+            or several of these.
+        column: The field of an object, or the column of a table, that has the text.
+        on_bad_data: Whether a document that cannot be used is an error, or is left out and counted in `skipped`.
+        max_document_bytes: Plain text that is longer is cut at the ends of lines, or between characters where a line is
+            longer still; the documents together are the text. `None` for no cuts.
+
+    Raises:
+        ValueError: There is no file.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike | Sequence[str | os.PathLike],
+        column: str = "text",
+        on_bad_data: OnBadData = "error",
+        max_document_bytes: int | None = 65536,
+    ):
+        if max_document_bytes is not None and max_document_bytes < _SHORTEST_DOCUMENT:
+            raise ValueError(f"max_document_bytes is {max_document_bytes}, but must be at least {_SHORTEST_DOCUMENT}.")
+        paths = [path] if isinstance(path, str | os.PathLike) else path
+        self._paths = [os.fspath(part) for part in paths]
+        self.files = tuple(dict.fromkeys(file for part in self._paths for file in _find_files(part)))
+        self._sizes = [file.stat().st_size if file.exists() else 0 for file in self.files]
+        self._column = column
+        self._max_document_bytes = max_document_bytes
+        self._policy = BadDataPolicy(on_bad_data)
+        self._bytes_of_read_files = 0
+        self._open_file: io.BufferedIOBase | None = None
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """How many documents have been left out, by reason."""
+        return self._policy.skipped
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all files."""
+        return sum(self._sizes)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """How many bytes of the files lie behind the last document."""
+        return self._bytes_of_read_files + (self._open_file.tell() if self._open_file else 0)
+
+    def __iter__(self) -> Iterator[str]:
+        self.skipped.clear()
+        for _, text in self.documents():
+            yield text
+        if self.skipped:
+            reasons = ", ".join(f"{count} × {reason}" for reason, count in self.skipped.most_common())
+            LOGGER.warning("Documents of %s that were left out: %s.", ", ".join(self._paths), reasons)
+
+    def documents(self, start: Position = BEGINNING) -> Iterator[tuple[Position, str]]:
+        """Yield documents and where they stand, from a position on."""
+        first_file, first_document = start
+        self._bytes_of_read_files = sum(self._sizes[:first_file])
+        for index in range(first_file, len(self.files)):
+            good = enumerate(self._good_documents(self.files[index]))
+            for number, text in itertools.islice(good, first_document if index == first_file else 0, None):
+                yield (index, number), text
+            self._bytes_of_read_files += self._sizes[index]
+
+    def sample(self, num_bytes: int) -> Iterator[str]:
+        """Yield documents from the beginnings of all files, of each about as much as its share in `num_bytes`."""
+        taken = 0
+        for index, passed in enumerate(itertools.accumulate(self._sizes)):
+            wanted = num_bytes * passed / max(self.num_bytes, 1)
+            if taken < wanted:
+                for text in self._good_documents(self.files[index]):
+                    yield text
+                    taken += len(text.encode())
+                    if taken >= wanted:
+                        break
+
+    def describe(self) -> dict[str, Any]:
+        """Return, for JSON, what decides on the documents, as far as that can be said without reading the files."""
+        sizes = [f"{file.name}\0{size}\0" for file, size in zip(self.files, self._sizes, strict=True)]
+        return {
+            "paths": self._paths,
+            "num_files": len(self.files),
+            "num_bytes": self.num_bytes,
+            "sha256_of_names_and_sizes": hashlib.sha256("".join(sizes).encode()).hexdigest(),
+            "column": self._column,
+            "max_document_bytes": self._max_document_bytes,
+        }
+
+    def _good_documents(self, file: Path) -> Iterator[str]:
+        for document in self._all_documents(file):
+            if isinstance(document, str):
+                yield document
+            else:
+                self._policy.handle(document, file)
+
+    def _all_documents(self, file: Path) -> Iterator[str | BadDocument]:
+        count = 0
+        try:
+            for count, document in enumerate(self._read(file), 1):  # noqa: B007
+                yield document
+        except OSError as error:
+            yield BadDocument("damaged file", f"it cannot be read to its end ({error})", f"after document {count}")
+        else:
+            if not count:
+                yield BadDocument("empty file", "there is nothing in it")
+
+    def _read(self, file: Path) -> Iterator[str | BadDocument]:
+        compression = file.suffix if file.suffix in _COMPRESSIONS else ""
+        name = file.name.removesuffix(compression)
+        if name.endswith(".parquet"):
+            yield from _read_parquet(file, self._column)
+            return
+        with self._open(file, compression) as stream:
+            if name.endswith(_JSON_LINES):
+                yield from _read_json_lines(stream, self._column)
+            else:
+                yield from _read_plain_text(stream, self._max_document_bytes)
+
+    @contextlib.contextmanager
+    def _open(self, file: Path, compression: str) -> Iterator[io.BufferedIOBase]:
+        with open(file, "rb") as self._open_file:
+            try:
+                with _decompressed(self._open_file, compression) as stream:
+                    yield stream
+            finally:
+                self._open_file = None
+
+
+def check_text(value: object) -> str | BadDocument:
+    """Return the text of what is to be a document, a string or bytes of UTF-8, or what is wrong with it."""
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return _no_utf8(error)
+    if not isinstance(value, str):
+        return BadDocument("no text", f"a {type(value).__name__} is no text")
+    if not value:
+        return BadDocument("empty document", "the document is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return BadDocument("no Unicode", "the text has half of a surrogate pair, which is no character")
+    return value
+
+
+def _find_files(path: str) -> list[Path]:
+    path = os.path.expanduser(path)
+    matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+    if not matches:
+        raise ValueError(f"There is no file, and no folder, at {path}.")
+    files = sorted({file for match in matches for file in _files_at(Path(match))})
+    if not files:
+        raise ValueError(f"There are no files below {path}, or all are hidden.")
+    return files
+
+
+def _files_at(path: Path, links: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+    elif path.resolve() not in links:  # A link may lead back to a folder above it.
+        for part in path.iterdir():
+            if not part.name.startswith("."):
+                yield from _files_at(part, links | {path.resolve()})
+
+
+@contextlib.contextmanager
+def _decompressed(file: io.BufferedIOBase, compression: str) -> Iterator[io.BufferedIOBase]:
+    if not compression:
+        yield file
+        return
+    if compression == ".zst":
+        with _import_pyarrow(".zst").input_stream(file, compression="zstd") as stream:
+            yield io.BufferedReader(stream)
+        return
+    module = importlib.import_module(_COMPRESSIONS[compression])
+    try:
+        with module.open(file) as stream:
+            yield stream
+    except (EOFError, zlib.error, getattr(module, "LZMAError", EOFError)) as error:
+        raise OSError(str(error)) from error
+
+
+def _read_plain_text(stream: io.BufferedIOBase, max_bytes: int | None) -> Iterator[str | BadDocument]:
+    num_lines = 0
+    for content in [stream.read()] if max_bytes is None else _cut(stream, max_bytes):
+        if content:
+            yield _decode(content, first_line=num_lines + 1)
+            num_lines += content.count(b"\n")
+
+
+def _cut(stream: io.BufferedIOBase, max_bytes: int) -> Iterator[bytes]:
+    content = stream.read(max_bytes + 1)
+    while len(content) > max_bytes:
+        end = content.rfind(b"\n", 0, max_bytes) + 1 or _last_border(content, max_bytes)
+        yield content[:end]
+        content = content[end:] + stream.read(max_bytes + 1 - (len(content) - end))
+    yield content
+
+
+def _last_border(content: bytes, end: int) -> int:
+    """Return the last index up to `end` at which no character of UTF-8 is cut in two."""
+    borders = range(end, end - _SHORTEST_DOCUMENT, -1)
+    return next((border for border in borders if content[border] & 0xC0 != 0x80), end)
+
+
+def _decode(content: bytes, first_line: int) -> str | BadDocument:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = first_line + content.count(b"\n", 0, error.start)
+        return _no_utf8(error)._replace(place=f"line {line}")
+
+
+def _no_utf8(error: UnicodeDecodeError) -> BadDocument:
+    return BadDocument("no UTF-8", f"this is no text in UTF-8 ({error.reason})")
+
+
+def _read_json_lines(stream: io.BufferedIOBase, column: str) -> Iterator[str | BadDocument]:
+    for number, content in enumerate(stream, 1):
+        line = _decode(content.removeprefix(b"\xef\xbb\xbf") if number == 1 else content, first_line=number)
+        if isinstance(line, BadDocument):
+            yield line
+        elif line.strip():
+            document = _parse_json(line, column)
+            yield document if isinstance(document, str) else document._replace(place=f"line {number}")
+
+
+def _parse_json(line: str, column: str) -> str | BadDocument:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        cause = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        return BadDocument("no JSON", f"this is no JSON ({cause}), but each line must be an object")
+    if not isinstance(fields, dict):
+        return BadDocument("no JSON object", f"this is a {type(fields).__name__}, but each line must be an object")
+    if column not in fields:
+        return BadDocument("missing field", f"there is no field {column!r} among {list(fields)}")
+    return check_text(fields[column])
+
+
+def _read_parquet(file: Path, column: str) -> Iterator[str | BadDocument]:
+    pyarrow = _import_pyarrow("Parquet")
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(file, memory_map=True) as table:
+            names = table.schema_arrow.names
+            if column not in names:
+                yield BadDocument("missing field", f"there is no column {column!r} among {names}")
+                return
+            batches = table.iter_batches(_PARQUET_ROWS, columns=[column], use_threads=False)
+            rows = (value for batch in batches for value in batch.column(0))
+            for number, value in enumerate(rows, 1):
+                document = _parse_value(value)
+                yield document if isinstance(document, str) else document._replace(place=f"row {number}")
+    except pyarrow.ArrowInvalid as error:
+        raise OSError(str(error)) from error
+
+
+def _parse_value(value: Any) -> str | BadDocument:
+    try:
+        return check_text(value.as_py())
+    except UnicodeDecodeError as error:
+        return _no_utf8(error)
+
+
+def _import_pyarrow(what: str) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ImportError(f'{what} files are read with pyarrow: pip install "xlstm_jax[hf]".') from error
+    return pyarrow

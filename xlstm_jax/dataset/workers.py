@@ -1,0 +1,192 @@
+"""Processes that work on tasks, and end with the process that started them.
+
+They are started as programs of their own, not as copies of the running one: a script needs no guard around its main
+part, and nothing that JAX or other threads hold is duplicated. Each is connected by a socket; when the parent ends, for
+whatever reason, the socket closes and the worker ends with it.
+"""
+
+import contextlib
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, Protocol, runtime_checkable
+
+import cloudpickle
+
+_TASKS_AHEAD = 2
+"""How many tasks a worker is given at a time: one to work on, and the next."""
+
+
+@runtime_checkable
+class Pending(Protocol):
+    """A result that may not be there yet."""
+
+    def result(self) -> Any:
+        """Wait for the result, and return it or raise what the function has raised."""
+        ...
+
+
+class WorkerPool:
+    """Applies a function in worker processes. All calls must come from one thread at a time.
+
+    Args:
+        function: What is applied; it is pickled, and so are its arguments and results.
+        num_workers: The number of processes; 0 to work in a thread of this one.
+        environment: Variables that the workers are to have besides those of this process.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], num_workers: int, environment: dict[str, str] | None = None):
+        self._function = function
+        self._workers = [_Worker(function, environment or {}) for _ in range(num_workers)]
+        self._thread = None if num_workers else ThreadPoolExecutor(1, thread_name_prefix="data-worker")
+        self.num_ahead = _TASKS_AHEAD * max(num_workers, 1)
+        """How many tasks keep all workers busy."""
+
+    def submit(self, task: Any) -> Pending:
+        """Give a task to the worker with the fewest."""
+        if self._thread is not None:
+            return self._thread.submit(self._function, task)
+        return min(self._workers, key=lambda worker: len(worker.pending)).submit(task)
+
+    def map(self, tasks: Iterable[Any]) -> Iterator[Any]:
+        """Yield the result for each task, in the order of the tasks, which are taken a few ahead of the results.
+
+        Raises:
+            RuntimeError: A worker has ended by itself. What the function raises is raised as it is.
+        """
+        ahead: deque[Pending] = deque()
+        for task in tasks:
+            ahead.append(self.submit(task))
+            if len(ahead) == self.num_ahead:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+    def close(self) -> None:
+        """End the workers, whatever they are working on."""
+        for worker in self._workers:
+            worker.close()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Worker:
+    """One process, the socket to it, and the tasks that it has not answered yet, in their order."""
+
+    def __init__(self, function: Callable[[Any], Any], environment: dict[str, str]):
+        payload = cloudpickle.dumps(function)  # also what a script has defined
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from xlstm_jax.dataset import workers; workers.serve()", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **_import_path(), **environment},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # A Ctrl-C is for the parent: it decides when its workers end.
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._send(sys.path)
+        self._send_bytes(payload)
+        self.pending: deque[_Answer] = deque()
+
+    def submit(self, task: Any) -> "_Answer":
+        self._send(task)
+        self.pending.append(_Answer(self))
+        return self.pending[-1]
+
+    def receive(self) -> None:
+        """Wait for the answer to the oldest task."""
+        try:
+            outcome = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
+        self.pending.popleft().outcome = outcome
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, message: Any) -> None:
+        self._send_bytes(pickle.dumps(message))
+
+    def _send_bytes(self, message: bytes) -> None:
+        try:
+            self._connection.send_bytes(message)
+        except OSError as error:
+            raise self._lost() from error
+
+    def _lost(self) -> RuntimeError:
+        code = self._process.wait()
+        cause = "it was killed, perhaps for want of memory" if code == -9 else "see its messages above"
+        return RuntimeError(f"The data worker with process id {self._process.pid} has ended with code {code}: {cause}.")
+
+
+class _Answer:
+    """The answer of a worker to a task; those to earlier tasks come before it."""
+
+    def __init__(self, worker: _Worker):
+        self._worker = worker
+        self.outcome: tuple[bool, Any] | None = None
+
+    def result(self) -> Any:
+        while self.outcome is None:
+            self._worker.receive()
+        is_result, value = self.outcome
+        if is_result:
+            return value
+        raise value
+
+
+def serve() -> None:
+    """Be a worker: the first argument is the number of the socket over which come the function and its arguments."""
+    connection = Connection(int(sys.argv[1]))
+    sys.path[:] = connection.recv()
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_messages, args=[connection, messages], daemon=True).start()
+    function = pickle.loads(messages.get())
+    with contextlib.suppress(ConnectionError):  # The parent is gone, or has closed the pool.
+        while True:
+            connection.send(_attempt(function, pickle.loads(messages.get())))
+
+
+def _read_messages(connection: Connection, messages: "queue.SimpleQueue[bytes]") -> None:
+    """Take what the parent sends, so that it never waits; when it is gone, end the process in the midst of its work."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            messages.put(connection.recv_bytes())
+    os._exit(0)
+
+
+def _attempt(function: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
+    try:
+        return True, function(task)
+    except Exception as error:
+        where = f"In a data worker:\n{traceback.format_exc()}"
+        error.add_note(where)
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return False, RuntimeError(where)
+        return False, error
+
+
+def _import_path() -> dict[str, str]:
+    """Return where a worker finds this package, also where it is not installed."""
+    package_parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))}
