@@ -111,14 +111,18 @@ def test_a_pass_has_every_token_once_and_the_next_pass_another_order(packing):
     assert (passes[0][0].targets != passes[1][0].targets).any()
 
 
-def test_a_pass_goes_on_in_its_midst_and_ends_where_it_would_have():
+@pytest.mark.parametrize("num_passes", [0, 1])
+def test_a_pass_goes_on_in_its_midst_and_ends_where_it_would_have(num_passes):
     batches = make_batches("first_fit", num_sources=1, is_endless=False)
-    expected = list(batches) + list(batches)
+    passes = [list(batches) for _ in range(3)]
     again = make_batches("first_fit", num_sources=1, is_endless=False)
+    for _ in range(num_passes):
+        list(again)
     first = draw(again, 3)
     successor = make_batches("first_fit", num_sources=1, is_endless=False)
     successor.set_state(again.get_state())
-    assert_same(first + list(successor) + list(successor), expected)
+    assert_same(first + list(successor), passes[num_passes])
+    assert_same(list(successor), passes[num_passes + 1])
 
 
 def test_an_endless_iterator_that_stops_after_a_pass_changes_nothing_else():

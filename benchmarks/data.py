@@ -1,0 +1,211 @@
+"""How fast data becomes batches, and what a training step waits for it.
+
+    python benchmarks/data.py [--seconds 5] [--output FILE]
+
+The corpus is the standard library with a byte-level BPE of 4096 tokens, in rows of 512. Measured in one run:
+
+- tokenised shards to packed `LLMBatch` arrays on the device, with `stream` and `first_fit`, and grain's own packings
+  of the same shards to arrays on the host;
+- raw text to the same batches, beside what the tokenizer's batch encoding reaches by itself;
+- how long a training loop waits for its next batch when a step takes 50 ms.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from xlstm_jax.dataset import (
+    GrainArrayRecordsDataConfig,
+    StandardLibraryDataConfig,
+    TextDataConfig,
+    create_data_iterator,
+)
+from xlstm_jax.dataset.prepare import prepare
+from xlstm_jax.dataset.standard_library import load_standard_library
+from xlstm_jax.dataset.text_encoder import TextEncoder
+from xlstm_jax.dataset.token_shards import TokenShards
+
+LENGTH, ROWS, VOCAB_SIZE, ROUNDS = 512, 8, 4096, 5
+STEP_SECONDS = 0.05
+
+
+def describe(config_class: type[TextDataConfig], packing: str, **options) -> TextDataConfig:
+    """Return the config of endless shuffled batches."""
+    return config_class(
+        global_batch_size=ROWS,
+        max_target_length=LENGTH,
+        packing=packing,
+        shuffle_data=True,
+        drop_remainder=True,
+        worker_buffer_size=2,
+        **options,
+    )
+
+
+def endless(iterator) -> Iterator:
+    """Go on after the end of an epoch."""
+    while True:
+        yield from iterator
+
+
+def rate_of_batches(config: TextDataConfig, seconds: float, mesh: Mesh) -> float:
+    """Return the million targets that arrive on the device in a second; padding does not count."""
+    iterator = create_data_iterator(config, mesh)
+    batches = endless(iterator)
+    jax.block_until_ready(next(batches))
+    num_targets, begin = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - begin) < seconds:
+        batch = jax.block_until_ready(next(batches))
+        num_targets += int(np.count_nonzero(np.asarray(batch.targets_segmentation)))
+    with contextlib.suppress(AttributeError):
+        iterator.dataloader.close()
+    return num_targets / elapsed / 1e6
+
+
+def rate_of_grain(folder: Path, packing: str, seconds: float) -> float:
+    """Return the same for grain's own packing of the same records, to batches on the host."""
+    shards = TokenShards(folder / "train")
+
+    class Records:
+        def __len__(self):
+            return len(shards)
+
+        def __getitem__(self, index):
+            return {"tokens": shards.read([index])[0]}
+
+    documents = grain.MapDataset.source(Records()).seed(0).shuffle().repeat(None).to_iter_dataset()
+    if packing == "first_fit":
+
+        class Cut(grain.experimental.FlatMapTransform):
+            def flat_map(self, element):
+                tokens = element["tokens"]
+                return [{"tokens": tokens[start : start + LENGTH]} for start in range(0, len(tokens), LENGTH)]
+
+        rows = grain.experimental.FirstFitPackIterDataset(
+            documents.apply(Cut()), length_struct={"tokens": LENGTH}, num_packing_bins=ROWS
+        )
+    else:
+        rows = grain.experimental.ConcatThenSplitIterDataset(documents, length_struct={"tokens": LENGTH})
+    batches = iter(rows.batch(ROWS))
+    next(batches)
+    num_targets, begin = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - begin) < seconds:
+        num_targets += int(np.count_nonzero(next(batches)["tokens_segment_ids"]))
+    return num_targets / elapsed / 1e6
+
+
+def rate_of_encoding(encoder: TextEncoder, texts: list[str], seconds: float) -> float:
+    """Return the million tokens that the tokenizer finds in a second, in one call for all texts."""
+    backend = getattr(encoder.tokenizer, "backend_tokenizer", None) or encoder.tokenizer._tokenizer
+    num_tokens, begin = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - begin) < seconds:
+        num_tokens += sum(len(encoding) for encoding in backend.encode_batch_fast(texts))
+    return num_tokens / elapsed / 1e6
+
+
+def waits(config: TextDataConfig, mesh: Mesh, num_steps: int = 60) -> list[float]:
+    """Return the milliseconds that a loop waits for each batch while a step takes 50 ms."""
+    batches = endless(create_data_iterator(config, mesh))
+    next(batches)
+    found = []
+    for _ in range(num_steps):
+        time.sleep(STEP_SECONDS)
+        begin = time.perf_counter()
+        next(batches)
+        found.append((time.perf_counter() - begin) * 1e3)
+    return found
+
+
+def spread(values: list[float]) -> str:
+    """Write a median with the smallest and the largest value."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def in_turns(measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Measure all in turn, several times: what disturbs the machine disturbs all of them."""
+    found: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(ROUNDS):
+        for name, measure in measures.items():
+            found[name].append(measure())
+    return found
+
+
+def measure(folder: Path, seconds: float) -> Iterator[str]:
+    """Yield the lines of the report."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("dp",))
+    prepare("stdlib", folder, train_vocab_size=VOCAB_SIZE)
+    tokenizer = str(folder / "tokenizer")
+    shards = {"data_path": folder, "tokenize_data": False}
+
+    yield "| tokenised shards, million tokens/s | xlstm_jax, on the device | grain's own, on the host |"
+    yield "|---|---|---|"
+    for packing in ("stream", "first_fit"):
+        config = describe(GrainArrayRecordsDataConfig, packing, **shards)
+        found = in_turns(
+            {
+                "ours": lambda config=config: rate_of_batches(config, seconds, mesh),
+                "grain": lambda packing=packing: rate_of_grain(folder, packing, seconds),
+            }
+        )
+        yield f"| {packing} | {spread(found['ours'])} | {spread(found['grain'])} |"
+
+    texts = [document.content.decode("utf-8", "replace") for document in load_standard_library().train]
+    encoder = TextEncoder(tokenizer)
+    measures = {"encoding alone": lambda: rate_of_encoding(encoder, texts, seconds)}
+    for num_workers in (0, 2):
+        config = describe(StandardLibraryDataConfig, "stream", tokenizer_path=tokenizer, worker_count=num_workers)
+        measures[f"batches, {num_workers} workers"] = lambda config=config: rate_of_batches(config, seconds, mesh)
+    found = in_turns(measures)
+    yield ""
+    yield "| raw text, million tokens/s | rate | share of encoding alone, round by round |"
+    yield "|---|---|---|"
+    for name, rates in found.items():
+        shares = [rate / alone for rate, alone in zip(rates, found["encoding alone"], strict=True)]
+        yield f"| {name} | {spread(rates)} | {spread(shares)} |"
+
+    yield ""
+    yield "| wait for a batch beside steps of 50 ms | median ms (smallest to largest) |"
+    yield "|---|---|"
+    configs = {
+        "tokenised shards, stream": describe(GrainArrayRecordsDataConfig, "stream", **shards),
+        "tokenised shards, first_fit": describe(GrainArrayRecordsDataConfig, "first_fit", **shards),
+        "raw text, stream, no workers": describe(
+            StandardLibraryDataConfig, "stream", tokenizer_path=tokenizer, worker_count=0
+        ),
+    }
+    for name, config in configs.items():
+        yield f"| {name} | {spread(waits(config, mesh))} |"
+
+
+def main() -> None:
+    """Print the report, and write it to a file if asked to."""
+    parser = argparse.ArgumentParser(description="Measure the data pipeline.")
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long each measurement takes")
+    parser.add_argument("--output", type=Path, help="a file for the table")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    header = f"{platform.python_version()}, jax {jax.__version__}, grain {grain.__version__}, {os.cpu_count()} cores"
+    print(header)
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        for line in measure(Path(folder), options.seconds):
+            print(line, flush=True)
+            lines.append(line)
+    if options.output is not None:
+        options.output.write_text("\n".join([header, "", *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,521 @@
+"""Documents are tokenised once: the same bytes whoever does it, whatever interrupts it, and never half of them."""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from array_record.python import array_record_module
+
+from xlstm_jax.dataset import prepare as module
+from xlstm_jax.dataset.light_tokenizers import ByteTokenizer, FileTokenizer, train_tokenizer
+from xlstm_jax.dataset.prepare import main, prepare
+from xlstm_jax.dataset.standard_library import load_standard_library
+from xlstm_jax.dataset.text_encoder import TextEncoder
+from xlstm_jax.dataset.token_shards import TokenShards, read_manifest, verify, write_shard
+
+TEXTS = [f"Document {number}: " + "words and more words " * (number % 7) for number in range(300)]
+KILOBYTE = 1 / 1024
+DEADLINE_SECONDS = 60
+
+
+def json_lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A file of documents."""
+    file = tmp_path / "source.jsonl"
+    file.write_text(json_lines(TEXTS))
+    return file
+
+
+@pytest.fixture
+def output(tmp_path):
+    """Where to write."""
+    return tmp_path / "output"
+
+
+def prepare_here(source, output, **options):
+    """Prepare in this process, in shards of two kilobytes of text."""
+    return prepare(source, output, **{"num_workers": 0, "shard_megabytes": 2 * KILOBYTE, **options})
+
+
+def read_texts(folder):
+    shards = TokenShards(folder)
+    return [ByteTokenizer().decode(tokens) for tokens in shards.read(range(len(shards)))]
+
+
+def content_of(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def write_records(file, records):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    writer = array_record_module.ArrayRecordWriter(str(file), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+# What is written
+
+
+def test_all_documents_are_written_in_their_order(source, output):
+    manifest = prepare_here(source, output)["train"]
+    assert read_texts(output / "train") == TEXTS
+    assert manifest.num_documents == len(TEXTS)
+    assert manifest.num_tokens == sum(len(text.encode()) for text in TEXTS)
+    verify(output / "train")
+
+
+def test_the_manifest_says_how_the_tokens_were_made(source, output):
+    prepare_here(source, output, add_bos=True)
+    manifest = read_manifest(output / "train")
+    assert (manifest.tokenizer_path, manifest.vocab_size, manifest.eod_token_id) == ("byte", 257, 256)
+    assert manifest.tokenizer_digest == TextEncoder("byte", add_bos=True).digest
+    assert (manifest.add_bos, manifest.add_eos) == (True, False)
+    assert manifest.source["paths"] == [str(source)]
+    assert TokenShards(output / "train").read([0])[0][0] == 256
+
+
+def test_shards_have_the_size_that_was_asked_for(source, output):
+    manifest = prepare_here(source, output)["train"]
+    assert len(manifest.shards) > 5
+    assert all(2048 <= shard.num_tokens < 2048 + 200 for shard in manifest.shards[:-1])
+    assert [shard.file for shard in manifest.shards[:2]] == ["train_000000.arecord", "train_000001.arecord"]
+
+
+def test_shards_of_tiny_documents_have_no_more_than_some(source, output, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_SHARD_DOCUMENTS", 100)
+    manifest = prepare_here(source, output, shard_megabytes=None)["train"]
+    assert [shard.num_documents for shard in manifest.shards] == [100, 100, 100]
+
+
+def test_any_number_of_workers_writes_the_same_bytes(source, tmp_path):
+    contents = []
+    for num_workers in (0, 1, 3):
+        prepare_here(source, tmp_path / str(num_workers), num_workers=num_workers)
+        contents.append(content_of(tmp_path / str(num_workers) / "train"))
+    assert contents[0] == contents[1] == contents[2]
+
+
+def test_several_paths_are_one_source(source, tmp_path, output):
+    (tmp_path / "more.txt").write_text("more\n")
+    prepare_here([tmp_path / "more.txt", source], output)
+    assert read_texts(output / "train") == ["more\n", *TEXTS]
+
+
+def test_long_files_of_plain_text_are_cut(tmp_path, output):
+    (tmp_path / "book.txt").write_text("a line of the book\n" * 100)
+    prepare_here(tmp_path / "book.txt", output, max_document_bytes=200)
+    texts = read_texts(output / "train")
+    assert "".join(texts) == "a line of the book\n" * 100
+    assert max(map(len, texts)) == 190
+
+
+def test_the_split_gives_its_name_to_the_folder_and_the_shards(source, output):
+    prepare_here(source, output, split="test")
+    assert TokenShards(output / "test").manifest.shards[0].file == "test_000000.arecord"
+
+
+def test_a_share_of_documents_is_for_validation(source, output):
+    prepare_here(source, output, validation_share=0.2)
+    train, validation = (read_texts(output / name) for name in ("train", "validation"))
+    assert sorted(train + validation) == sorted(TEXTS)
+    assert 30 < len(validation) < 90
+
+
+def test_the_side_of_a_document_depends_on_nothing_else(source, output, tmp_path):
+    prepare_here(source, output, validation_share=0.2)
+    source.write_text(json_lines(reversed(TEXTS[::2])))
+    prepare_here(source, tmp_path / "half", validation_share=0.2)
+    half = set(read_texts(tmp_path / "half" / "validation"))
+    assert half == set(read_texts(output / "validation")) & set(TEXTS[::2])
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -1.0])
+def test_a_share_that_leaves_a_split_empty_is_refused(source, output, share):
+    with pytest.raises(ValueError, match="validation_share is"):
+        prepare_here(source, output, validation_share=share)
+
+
+def test_a_share_of_a_split_is_refused(source, output):
+    with pytest.raises(ValueError, match="validation_share makes two splits of one"):
+        prepare_here(source, output, validation_share=0.1, split="test")
+
+
+def test_an_output_that_would_be_read_as_a_source_is_refused(source, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(f"lies in the source {tmp_path}")):
+        prepare_here(tmp_path, tmp_path / "output")
+
+
+# Sources
+
+
+def test_the_standard_library_has_its_own_splits(output):
+    corpus = load_standard_library()
+    prepare(["stdlib"], output, num_workers=0)
+    assert read_texts(output / "validation") == [document.content.decode() for document in corpus.validation]
+    assert read_manifest(output / "train").num_documents == len(corpus.train)
+    assert read_manifest(output / "train").source["sha256"] == corpus.sha256
+
+
+def test_the_standard_library_has_no_other_splits(output):
+    with pytest.raises(ValueError, match="no split 'test', only train and validation"):
+        prepare("stdlib", output, split="test")
+
+
+@pytest.mark.parametrize("folder", ["records", "records/train"])
+def test_records_of_text_are_a_source(tmp_path, output, folder):
+    write_records(tmp_path / folder / "x_000000.arecord", [text.encode() for text in TEXTS[:3]])
+    write_records(tmp_path / folder / "x_000001.arecord", [text.encode() for text in TEXTS[3:]])
+    prepare_here(tmp_path / "records", output)
+    assert read_texts(output / "train") == TEXTS
+
+
+def test_tokens_are_no_source(source, output, tmp_path):
+    prepare_here(source, output)
+    with pytest.raises(ValueError, match="tokenised already"):
+        prepare_here(output, tmp_path / "again")
+
+
+def save_dataset(folder, **columns):
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(columns)}).save_to_disk(folder)
+    return folder
+
+
+def test_a_saved_data_set_is_a_source(tmp_path, output):
+    prepare_here(save_dataset(tmp_path / "saved", body=TEXTS), output, column="body")
+    assert read_texts(output / "train") == TEXTS
+
+
+def test_a_data_set_of_the_hub_is_asked_for_by_its_name(output, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(path, split, **_):
+        asked.append((path, split))
+        return datasets.Dataset.from_dict({"text": TEXTS})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    prepare_here("hf:owner/name", output, split="test")
+    assert asked == [("owner/name", "test")]
+    assert read_texts(output / "test") == TEXTS
+
+
+# Bad data
+
+
+def test_a_bad_document_is_an_error_and_going_on_without_it_keeps_what_is_done(source, output, tmp_path):
+    source.write_text(json_lines(TEXTS[:200]) + "\n{no json}\n" + json_lines(TEXTS[200:]))
+    with pytest.raises(ValueError, match=r"source\.jsonl, line 202: this is no JSON"):
+        prepare_here(source, output)
+    done = read_manifest(output / "train").shards
+    assert done
+    manifest = prepare_here(source, output, on_bad_data="skip")["train"]
+    assert manifest.shards[: len(done)] == done
+    assert manifest.skipped == {"no JSON": 1}
+    prepare_here(source, tmp_path / "at once", on_bad_data="skip")
+    assert content_of(tmp_path / "at once" / "train") == content_of(output / "train")
+
+
+def test_bad_records_are_left_out_and_counted(tmp_path, output):
+    write_records(tmp_path / "records" / "x_0.arecord", [b"good", b"", b"\xff", b"also good"])
+    manifest = prepare_here(tmp_path / "records", output, on_bad_data="skip")["train"]
+    assert manifest.skipped == {"empty document": 1, "no UTF-8": 1}
+    assert read_texts(output / "train") == ["good", "also good"]
+    with pytest.raises(ValueError, match="records, document 1: the document is empty"):
+        prepare_here(tmp_path / "records", tmp_path / "other")
+
+
+@pytest.fixture
+def stripping(tmp_path):
+    """A tokenizer that finds nothing in white space."""
+    folder = train_tokenizer(TEXTS, 300, tmp_path / "stripping")
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    rules["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    return folder
+
+
+def test_a_document_without_tokens_is_bad_data(tmp_path, output, stripping):
+    source = tmp_path / "source.jsonl"
+    source.write_text(json_lines(["words", "   ", "more words"]))
+    with pytest.raises(ValueError, match="'   ': the tokenizer finds nothing in it"):
+        prepare_here(source, output, tokenizer_path=stripping)
+    manifest = prepare_here(source, output, tokenizer_path=stripping, on_bad_data="skip")["train"]
+    assert (manifest.num_documents, manifest.skipped) == (2, {"no tokens": 1})
+
+
+def test_a_source_without_a_good_document_is_refused(tmp_path, output):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match="no documents for the split 'train'"):
+        prepare_here(tmp_path / "empty.txt", output, on_bad_data="skip")
+
+
+# Going on
+
+
+def start(*arguments, **environment):
+    command = [sys.executable, "-m", "xlstm_jax.dataset.prepare", *map(str, arguments)]
+    return subprocess.Popen(command, env={**os.environ, **environment}, cwd=Path(__file__).parents[2])
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def running_children(process_id):
+    """Return the processes that another one has started and that have not ended."""
+    stats = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            stats.append((int(file.parent.name), *file.read_text().rpartition(")")[2].split()[:2]))
+        except OSError:  # It has ended since.
+            continue
+    return [child for child, state, parent in stats if int(parent) == process_id and state != "Z"]
+
+
+def is_running(process_id):
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes_and_leaves_no_worker(tmp_path, output):
+    texts = [f"{number}" * 100 for number in range(8000)]
+    source = tmp_path / "source.jsonl.gz"
+    source.write_bytes(gzip.compress((json_lines(texts[:5000]) + "bad\n" + json_lines(texts[5000:])).encode()))
+    options = {"shard_megabytes": 16 * KILOBYTE, "on_bad_data": "skip"}
+    prepare_here(source, tmp_path / "whole", **options)
+    shards = []
+    for least in (1, 20, 40):
+        process = start(
+            source, "--output", output, "--shard-megabytes", 16 * KILOBYTE, "--on-bad-data", "skip", "--workers", 2
+        )
+        with process:
+            wait_until(lambda least=least: len(getattr(read_manifest(output / "train"), "shards", ())) >= least)
+            children = running_children(process.pid)
+            process.kill()
+        assert len(children) == 2
+        wait_until(lambda children=children: not any(map(is_running, children)))
+        shards.append(len(read_manifest(output / "train").shards))
+        with pytest.raises(ValueError, match="has not been prepared to its end"):
+            TokenShards(output / "train")
+    prepare_here(source, output, **options)
+    assert shards == sorted(shards)
+    assert content_of(output / "train") == content_of(tmp_path / "whole" / "train")
+
+
+def test_what_is_finished_is_not_done_again(source, output, monkeypatch):
+    before = prepare_here(source, output)
+    times = {file: file.stat().st_mtime_ns for file in (output / "train").iterdir()}
+    monkeypatch.setattr(module, "WorkerPool", None)
+    assert prepare_here(source, output) == before
+    assert {file: file.stat().st_mtime_ns for file in (output / "train").iterdir()} == times
+
+
+@pytest.fixture(params=["lines", "records"])
+def spoilt(request, tmp_path):
+    """A source in which every third document is empty, the first and the last too."""
+    texts = ["" if index % 3 == 0 else text for index, text in enumerate([*TEXTS, ""])]
+    if request.param == "lines":
+        (tmp_path / "spoilt.jsonl").write_text(json_lines(texts))
+        return tmp_path / "spoilt.jsonl"
+    write_records(tmp_path / "spoilt" / "x_000000.arecord", [text.encode() for text in texts])
+    return tmp_path / "spoilt"
+
+
+@pytest.mark.parametrize("how", ["missing", "cut"])
+def test_a_shard_that_is_missing_or_cut_is_written_again_and_no_other(spoilt, output, how):
+    options = {"on_bad_data": "skip", "train_vocab_size": 280}
+    manifest = prepare_here(spoilt, output, **options)["train"]
+    assert manifest.skipped == {"empty document": 101}
+    before = content_of(output / "train")
+    times = {file.name: file.stat().st_mtime_ns for file in (output / "train").glob("*.arecord")}
+    for name in ("train_000000.arecord", "train_000001.arecord", "train_000003.arecord"):
+        file = output / "train" / name
+        file.unlink() if how == "missing" else os.truncate(file, 1000)
+        del times[name]
+    prepare_here(spoilt, output, **options)
+    assert content_of(output / "train") == before
+    assert {name: (output / "train" / name).stat().st_mtime_ns for name in times} == times
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"add_eos": True}, "add_eos: False there, True here"),
+        ({"shard_megabytes": 1.0}, "shard_bytes: 2048 there, 1048576 here"),
+        ({"column": "body"}, "column: text there, body here"),
+        ({"max_document_bytes": None}, "max_document_bytes: 65536 there, None here"),
+        ({"validation_share": 0.5}, "validation_share: None there, 0.5 here"),
+    ],
+)
+def test_a_folder_that_was_prepared_otherwise_is_refused_with_the_difference(source, output, options, difference):
+    prepare_here(source, output)
+    before = content_of(output / "train")
+    with pytest.raises(ValueError, match=re.escape(difference)):
+        prepare_here(source, output, **options)
+    assert content_of(output / "train") == before
+
+
+def test_another_source_is_refused(source, output):
+    prepare_here(source, output)
+    source.write_text(json_lines(TEXTS[1:]))
+    with pytest.raises(ValueError, match=r"num_bytes: .* there, .* here"):
+        prepare_here(source, output)
+
+
+def test_a_source_may_move(source, output, tmp_path):
+    before = prepare_here(source, output)
+    (tmp_path / "moved").mkdir()
+    assert prepare_here(source.rename(tmp_path / "moved" / source.name), output) == before
+
+
+def test_what_was_prepared_otherwise_can_be_replaced(source, output, tmp_path):
+    prepare_here(source, output)
+    prepare_here(source, output, shard_megabytes=1, overwrite=True)
+    prepare_here(source, tmp_path / "fresh", shard_megabytes=1)
+    assert content_of(output / "train") == content_of(tmp_path / "fresh" / "train")
+
+
+def test_shards_of_others_are_refused_and_stay(source, output):
+    (output / "train").mkdir(parents=True)
+    write_shard(output / "train" / "theirs_000000.arecord", [])
+    before = content_of(output / "train")
+    with pytest.raises(ValueError, match="has been prepared otherwise"):
+        prepare_here(source, output)
+    assert content_of(output / "train") == before
+
+
+# Training a tokenizer
+
+
+def test_a_tokenizer_is_trained_once_and_used(source, output, monkeypatch):
+    prepare_here(source, output, train_vocab_size=280)
+    tokenizer = FileTokenizer(output / "tokenizer")
+    assert len(tokenizer) == 280
+    shards = TokenShards(output / "train")
+    assert tokenizer.decode(shards.read([7])[0]) == TEXTS[7]
+    assert shards.manifest.tokenizer_digest == TextEncoder(str(output / "tokenizer")).digest
+    monkeypatch.setattr(module, "train_tokenizer", None)
+    prepare_here(source, output, train_vocab_size=280)
+
+
+def test_a_tokenizer_is_trained_on_documents_for_training_only(source, output, monkeypatch):
+    seen = []
+
+    def train(texts, vocab_size, folder):
+        seen.extend(texts)
+        return train_tokenizer(seen, vocab_size, folder)
+
+    monkeypatch.setattr(module, "train_tokenizer", train)
+    prepare_here(source, output, train_vocab_size=280, validation_share=0.2)
+    manifest = read_manifest(output / "train")
+    assert len(seen) == manifest.num_documents
+    assert manifest.skipped == {}
+
+
+def test_a_tokenizer_is_trained_on_no_more_than_asked_for(tmp_path, output, monkeypatch):
+    write_records(tmp_path / "records" / "x_0.arecord", [b"0123456789" for _ in range(5000)])
+    seen = []
+    monkeypatch.setattr(
+        module, "train_tokenizer", lambda texts, size, folder: train_tokenizer(seen.extend(texts) or seen, size, folder)
+    )
+    prepare_here(tmp_path / "records", output, train_vocab_size=260, train_megabytes=20 * KILOBYTE, shard_megabytes=1)
+    assert len(seen) == 2048
+
+
+def test_a_tokenizer_is_either_trained_or_given(source, output):
+    with pytest.raises(ValueError, match="there is one: gpt2"):
+        prepare_here(source, output, train_vocab_size=280, tokenizer_path="gpt2")
+
+
+def test_another_tokenizer_in_the_folder_is_refused(source, output):
+    prepare_here(source, output, train_vocab_size=280)
+    with pytest.raises(ValueError, match=r"vocab_size: 280 there, 290 here(\n|.)*--tokenizer"):
+        prepare_here(source, output, train_vocab_size=290)
+    prepare_here(source, output, train_vocab_size=290, overwrite=True)
+    assert read_manifest(output / "train").vocab_size == 290
+
+
+# The command
+
+
+def test_the_command_says_what_it_has_written_and_what_to_do_next(source, output, capsys):
+    source.write_text(json_lines(["one", "", "two"]))
+    assert main([str(source), "--output", str(output), "--workers", "0", "--on-bad-data", "skip"]) == 0
+    message = capsys.readouterr().out
+    assert message.count("\n") == 1
+    assert f"{output / 'train'}: 2 documents, 6 tokens, 1 shard, left out: 1 × empty document. " in message
+    assert (
+        f"GrainArrayRecordsDataConfig(data_path=Path('{output}'), tokenize_data=False, tokenizer_path='byte'" in message
+    )
+
+
+def test_every_option_of_the_command_reaches_the_function(source, output, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(module, "prepare", lambda **options: asked.update(options) or {})
+    monkeypatch.setattr(module, "describe_result", lambda *_: "")
+    command = (
+        f"a b --output {output} --split s --validation-share 0.5 --train-tokenizer 300 --train-megabytes 2 --add-bos "
+        "--add-eos --column c --on-bad-data skip --max-document-bytes 0 --shard-megabytes 3 --workers 4 --overwrite"
+    )
+    assert main(command.split()) == 0
+    assert asked == {
+        "sources": ["a", "b"],
+        "output": str(output),
+        "split": "s",
+        "validation_share": 0.5,
+        "train_vocab_size": 300,
+        "train_megabytes": 2.0,
+        "add_bos": True,
+        "add_eos": True,
+        "column": "c",
+        "on_bad_data": "skip",
+        "max_document_bytes": None,
+        "shard_megabytes": 3.0,
+        "num_workers": 4,
+        "overwrite": True,
+    }
+
+
+def test_the_command_fails_with_a_message_and_no_traceback(tmp_path, capsys):
+    assert main([str(tmp_path / "missing"), "--output", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("ValueError: There is no file")
+    assert captured.out == ""
+
+
+def test_the_command_can_be_stopped_and_says_so(source, output, capsys, monkeypatch):
+    def stop(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "prepare", stop)
+    assert main([str(source), "--output", str(output)]) == 130
+    assert "The same command goes on" in capsys.readouterr().err
+
+
+def test_progress_is_shown_in_a_terminal_only(source, output, tmp_path, capsys, monkeypatch):
+    prepare_here(source, output)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    prepare_here(source, tmp_path / "shown")
+    shown = capsys.readouterr().err
+    assert "300 documents" in shown
+    assert "MB/s" in shown
+    assert "100 %" in shown

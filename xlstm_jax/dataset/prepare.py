@@ -1,0 +1,482 @@
+"""Tokenise documents once, before training: `python -m xlstm_jax.dataset.prepare SOURCE --output FOLDER`.
+
+Documents are put into shards in the order of the source. Where a shard begins follows from the documents alone, so that
+any number of workers writes the same bytes; and the manifest says after each shard where the next one begins, so that
+the same command goes on where another one was stopped or killed.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER, train_tokenizer
+from xlstm_jax.dataset.text_encoder import TextEncoder
+from xlstm_jax.dataset.text_files import BEGINNING, BadDataPolicy, BadDocument, OnBadData, Position
+from xlstm_jax.dataset.text_sources import Split, open_splits
+from xlstm_jax.dataset.text_store import TextStore
+from xlstm_jax.dataset.token_shards import (
+    MANIFEST_FILE,
+    SHARD_SUFFIX,
+    Manifest,
+    Shard,
+    find_problem,
+    find_shards,
+    read_manifest,
+    write_manifest,
+    write_shard,
+)
+from xlstm_jax.dataset.workers import WorkerPool
+
+_MEGABYTE = 2**20
+_USUAL_NUM_SHARDS = 256
+_USUAL_SHARD_MEGABYTES = (16, 512)
+"""The least and the most text in a shard, unless another amount is asked for."""
+_MAX_SHARD_DOCUMENTS = 2**20
+_BATCH_BYTES = _MEGABYTE
+"""How much text a worker tokenises at a time."""
+_TRAINED_ON_FILE = "trained_on.json"
+_WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
+"""Each worker has a core: threads of tokenizers would only get in each other's way."""
+
+
+def prepare(
+    sources: str | os.PathLike | Sequence[str | os.PathLike],
+    output: str | os.PathLike,
+    *,
+    split: str | None = None,
+    validation_share: float | None = None,
+    tokenizer_path: str | os.PathLike = BYTE_TOKENIZER,
+    train_vocab_size: int | None = None,
+    train_megabytes: float | int = 256,
+    add_bos: bool = False,
+    add_eos: bool = False,
+    column: str = "text",
+    on_bad_data: OnBadData = "error",
+    max_document_bytes: int | None = 65536,
+    shard_megabytes: float | int | None = None,
+    num_workers: int | None = None,
+    overwrite: bool = False,
+) -> dict[str, Manifest]:
+    """Tokenise documents and write them to `<output>/<split>`, or go on with that.
+
+    Args:
+        sources: What `TextFiles` takes; or one of these: `stdlib` for Python's standard library, which has a split for
+            training and one for validation; `hf:` and the name of a data set on the Hugging Face hub; a folder that
+            `save_to_disk` of such a data set has written; a folder of ArrayRecord files of text, or of one such folder
+            for each split.
+        output: The folder.
+        split: The split; "train" if not given. Sources with several splits are asked for this one.
+        validation_share: Write two splits: the hash of a document decides whether it is one of this share of documents
+            that are for validation, or for training.
+        tokenizer_path: The tokenizer, as for `load_tokenizer`.
+        train_vocab_size: Train a tokenizer of this many tokens in `<output>/tokenizer`, and use it.
+        train_megabytes: How much of the text for training it is trained on, from all parts of the source.
+        add_bos: Begin each document with the token for the beginning of a sequence.
+        add_eos: End each document with the token for the end of a sequence, beside the one that training adds.
+        column: The field or column of the text, where documents have several.
+        on_bad_data: Whether a document that cannot be used is an error, or is left out and counted.
+        max_document_bytes: Where files of plain text are cut; see `TextFiles`.
+        shard_megabytes: How much text goes into a shard; by default, so much that there are about 256 shards.
+        num_workers: The number of processes that tokenise; by default, one for each core; 0 to do it in this one.
+        overwrite: Replace what was prepared otherwise, which is an error by default.
+
+    Returns:
+        The manifest of each split.
+
+    Raises:
+        ValueError: There is something wrong with a document or an option, or the folder was prepared otherwise.
+    """
+    paths = [os.fspath(path) for path in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
+    output = Path(output)
+    for path in paths:
+        if Path(path).is_dir() and Path(path).resolve() in (output.resolve(), *output.resolve().parents):
+            raise ValueError(f"The output {output} lies in the source {path}, and would be read as text: move it.")
+    splits = open_splits(
+        paths,
+        split=split,
+        validation_share=validation_share,
+        column=column,
+        on_bad_data=on_bad_data,
+        max_document_bytes=max_document_bytes,
+    )
+    if train_vocab_size is not None:
+        if tokenizer_path != BYTE_TOKENIZER:
+            raise ValueError(
+                f"A tokenizer is to be trained, but there is one: {tokenizer_path}. Leave one of them out."
+            )
+        tokenizer_path = output / "tokenizer"
+        _train_tokenizer(tokenizer_path, splits[0], train_vocab_size, int(train_megabytes * _MEGABYTE), overwrite)
+    job = _Job(
+        encoder=TextEncoder(str(tokenizer_path), add_bos, add_eos),
+        on_bad_data=on_bad_data,
+        shard_bytes=None if shard_megabytes is None else int(shard_megabytes * _MEGABYTE),
+        num_workers=_num_cores() if num_workers is None else num_workers,
+        overwrite=overwrite,
+    )
+    return {part.name: _prepare_split(part, output / part.name, job) for part in splits}
+
+
+def _train_tokenizer(folder: Path, split: Split, vocab_size: int, num_bytes: int, overwrite: bool) -> None:
+    """Train a tokenizer, unless that has been done: then this must be the same one."""
+    facts = {**split.describe(), "vocab_size": vocab_size, "num_bytes_of_sample": num_bytes}
+    trained_on = folder / _TRAINED_ON_FILE
+    if folder.exists():
+        earlier = json.loads(trained_on.read_text()) if trained_on.exists() else {}
+        if not _find_differences(earlier, facts):
+            return
+        if not overwrite:
+            raise _prepared_otherwise(folder, _find_differences(earlier, facts), f"use it with --tokenizer {folder}")
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    train_tokenizer(split.sample(num_bytes), vocab_size, temporary)
+    (temporary / _TRAINED_ON_FILE).write_text(json.dumps(facts, indent=2))
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """How all splits are prepared."""
+
+    encoder: TextEncoder
+    on_bad_data: OnBadData
+    shard_bytes: int | None
+    num_workers: int
+    overwrite: bool
+
+
+def _prepare_split(split: Split, folder: Path, job: _Job) -> Manifest:
+    shard_bytes = job.shard_bytes or _usual_shard_bytes(split.source.num_bytes)
+    tokenizer = job.encoder.tokenizer
+    manifest = Manifest(
+        tokenizer_path=job.encoder.tokenizer_path,
+        tokenizer_digest=job.encoder.digest,
+        vocab_size=len(tokenizer),
+        eod_token_id=tokenizer.eos_token_id,
+        add_bos=job.encoder.add_bos,
+        add_eos=job.encoder.add_eos,
+        source={**split.describe(), "shard_bytes": shard_bytes},
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = _go_on_from(folder, manifest, job.overwrite)
+    if manifest.is_complete and not any(find_problem(folder, shard) for shard in manifest.shards):
+        return manifest
+    groups = _gather_unfinished(split, folder, manifest, shard_bytes)
+    tokenize = _ShardTokenizer(job.encoder, job.on_bad_data)
+    in_work: collections.deque[_Group] = collections.deque()
+
+    def tasks() -> Iterator[tuple[Path, TextStore]]:
+        for group in groups:
+            in_work.append(group)
+            yield folder / f"{split.name}_{group.index:06}{SHARD_SUFFIX}", group.texts
+
+    with (
+        WorkerPool(tokenize, job.num_workers, environment=_WORKER_ENVIRONMENT) as pool,
+        _ProgressBar(split.name, split.source.num_bytes) as progress,
+    ):
+        for shard in pool.map(tasks()):
+            group = in_work.popleft()
+            skipped = dict(Counter(group.skipped) + Counter(shard.skipped))
+            shard = dataclasses.replace(shard, skipped=skipped, next_position=group.next_position)
+            manifest = manifest.with_shard(group.index, shard)
+            write_manifest(folder, manifest)
+            progress.advance(shard, group)
+    if not manifest.shards:
+        raise ValueError(f"There are no documents for the split {split.name!r}.")
+    return manifest
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """The documents of a shard."""
+
+    index: int
+    texts: TextStore
+    skipped: dict[str, int]
+    next_position: Position | None
+    num_bytes_read: int
+    """How much of the source lies behind them."""
+
+
+class _Gatherer:
+    """Puts the documents of a split, from one on, into groups.
+
+    Args:
+        split: The documents.
+        folder: Where the texts of a group are kept while it is in work.
+        shard_bytes: How much text makes a group.
+        start: Where the first document stands.
+        index: What number the first group has.
+    """
+
+    def __init__(self, split: Split, folder: Path, shard_bytes: int, start: Position, index: int):
+        self._source = split.source
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._index = index
+        self._source.skipped.clear()
+        self._documents = split.documents(start)
+        self._upcoming = next(self._documents, None)
+        if start != BEGINNING:  # What was left out on the way belongs to the group before.
+            self._source.skipped.clear()
+
+    def __iter__(self) -> Iterator[_Group]:
+        while self._upcoming is not None:
+            texts = TextStore.build(self._take(), self._folder)
+            next_position = self._upcoming[0] if self._upcoming else None
+            yield _Group(self._index, texts, dict(self._source.skipped), next_position, self._source.num_bytes_read)
+            self._source.skipped.clear()
+            self._index += 1
+
+    def _take(self) -> Iterator[str]:
+        num_bytes = num_documents = 0
+        while self._upcoming is not None and num_bytes < self._shard_bytes and num_documents < _MAX_SHARD_DOCUMENTS:
+            text = self._upcoming[1]
+            yield text
+            num_bytes += len(text.encode())
+            num_documents += 1
+            self._upcoming = next(self._documents, None)
+
+
+def _gather_unfinished(split: Split, folder: Path, manifest: Manifest, shard_bytes: int) -> Iterator[_Group]:
+    """Yield the groups of shards that are missing or damaged, then of those that have never been written."""
+    start: Position | None = BEGINNING
+    for index, shard in enumerate(manifest.shards):
+        if start is not None and find_problem(folder, shard):
+            yield next(iter(_Gatherer(split, folder, shard_bytes, start, index)))
+        start = shard.next_position
+    if start is not None:
+        yield from _Gatherer(split, folder, shard_bytes, start, len(manifest.shards))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardTokenizer:
+    """Tokenises the documents of a shard and writes them: what workers do."""
+
+    encoder: TextEncoder
+    on_bad_data: OnBadData
+
+    def __call__(self, task: tuple[Path, TextStore]) -> Shard:
+        file, texts = task
+        policy = BadDataPolicy(self.on_bad_data)
+        shard = write_shard(file, self._tokenize(texts, policy))
+        return dataclasses.replace(shard, skipped=dict(policy.skipped))
+
+    def _tokenize(self, texts: TextStore, policy: BadDataPolicy) -> Iterator[np.ndarray]:
+        for batch in _batches(texts):
+            for text, tokens in zip(batch, self.encoder(batch), strict=True):
+                if tokens.size:
+                    yield tokens
+                else:
+                    policy.handle(BadDocument("no tokens", "the tokenizer finds nothing in it"), repr(text[:80]))
+
+
+def _batches(texts: TextStore) -> Iterator[list[str]]:
+    batch: list[str] = []
+    num_characters = 0
+    for index in range(len(texts)):
+        batch += texts.read([index])
+        num_characters += len(batch[-1])
+        if num_characters >= _BATCH_BYTES:
+            yield batch
+            batch, num_characters = [], 0
+    yield batch
+
+
+def _go_on_from(folder: Path, manifest: Manifest, overwrite: bool) -> Manifest:
+    """Return what has been prepared so far in the way that a manifest says; begin anew if it was in another way."""
+    earlier = read_manifest(folder)
+    shards = find_shards(folder)
+    if earlier is not None or shards:
+        facts = {} if earlier is None else _facts(earlier)
+        differences = _find_differences(facts, _facts(manifest))
+        if earlier is not None and not differences:
+            return earlier
+        if not overwrite:
+            raise _prepared_otherwise(folder, differences, "choose another folder")
+    (folder / MANIFEST_FILE).unlink(missing_ok=True)
+    for file in (*shards, *folder.glob(".*.tmp")):
+        file.unlink()
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    facts = dataclasses.asdict(manifest)
+    del facts["shards"], facts["tokenizer_path"]
+    return {**facts.pop("source"), **facts}
+
+
+def _find_differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    names = sorted({*earlier, *now} - {"paths"})  # where files lie does not matter
+    return [
+        f"  {name}: {earlier.get(name, 'unknown')} there, {now.get(name, 'unknown')} here"
+        for name in names
+        if earlier.get(name) != now.get(name)
+    ]
+
+
+def _prepared_otherwise(folder: Path, differences: Sequence[str], way_out: str) -> ValueError:
+    lines = "\n".join(differences)
+    return ValueError(
+        f"{folder} has been prepared otherwise:\n{lines}\nTo go on with it, give the same options; to replace it, set "
+        f"overwrite (--overwrite); or {way_out}."
+    )
+
+
+def _usual_shard_bytes(num_bytes: int) -> int:
+    least, most = (megabytes * _MEGABYTE for megabytes in _USUAL_SHARD_MEGABYTES)
+    return min(max(num_bytes // _USUAL_NUM_SHARDS, least), most)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _ProgressBar:
+    """How far a split is, how fast it goes and when it will be there; only in a terminal."""
+
+    def __init__(self, name: str, num_bytes: int):
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:.0f} %  {task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._progress.add_task(name, total=num_bytes, speed="")
+        self._start = time.monotonic()
+        self._documents = self._tokens = self._bytes = 0
+
+    def advance(self, shard: Shard, group: _Group) -> None:
+        self._documents += shard.num_documents
+        self._tokens += shard.num_tokens
+        self._bytes += group.texts.num_bytes
+        seconds = time.monotonic() - self._start
+        speed = (
+            f"{self._documents:,} documents, {self._bytes / seconds / 1e6:.1f} MB/s, "
+            f"{self._tokens / seconds / 1e6:.2f} million tokens/s"
+        )
+        self._progress.update(self._task, completed=group.num_bytes_read, speed=speed)
+
+    def __enter__(self) -> "_ProgressBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+
+def describe_result(output: Path, manifests: Mapping[str, Manifest]) -> str:
+    """Say in a line what has been written, and how to train on it."""
+    parts = []
+    for name, manifest in manifests.items():
+        skipped = ", ".join(f"{count} × {reason}" for reason, count in manifest.skipped.items())
+        parts.append(
+            f"{output / name}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
+            f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
+            + (f", left out: {skipped}" if skipped else "")
+        )
+    tokenizer_path = next(iter(manifests.values())).tokenizer_path
+    return (
+        f"{'; '.join(parts)}. Train on it with GrainArrayRecordsDataConfig(data_path=Path({str(output)!r}), "
+        f"tokenize_data=False, tokenizer_path={tokenizer_path!r}, ...)."
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the arguments of the command."""
+    add = functools.partial(parser.add_argument, default=argparse.SUPPRESS)  # defaults are those of `prepare`
+    add(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="files, folders or patterns of text, JSON lines or Parquet; or one of: stdlib, hf:NAME, a folder of "
+        "save_to_disk, a folder of ArrayRecord files of text",
+    )
+    add("--output", required=True, metavar="FOLDER", help="where each split gets a folder")
+    add("--split", help="the split to read and to write; by default, train")
+    add("--validation-share", type=float, metavar="X", help="write this share of documents to the split validation")
+    add(
+        "--tokenizer",
+        dest="tokenizer_path",
+        metavar="PATH",
+        help="a folder, a tokenizer.json, a name on the hub or byte, which is the default",
+    )
+    add(
+        "--train-tokenizer",
+        dest="train_vocab_size",
+        type=int,
+        metavar="VOCAB_SIZE",
+        help="train byte-level BPE in FOLDER/tokenizer, and use it",
+    )
+    add("--train-megabytes", type=float, metavar="N", help="how much text it is trained on")
+    add("--add-bos", action="store_true", help="begin each document with the token for the beginning")
+    add("--add-eos", action="store_true", help="end each document with the token for the end; training adds one itself")
+    add("--column", metavar="NAME", help="the field or column that has the text; by default, text")
+    add(
+        "--on-bad-data",
+        choices=("error", "skip"),
+        help="stop at documents that cannot be used (the default), or leave them out and count them",
+    )
+    add(
+        "--max-document-bytes",
+        type=lambda text: int(text) or None,
+        metavar="N",
+        help="cut longer files of plain text at the ends of lines; 0 for no cuts",
+    )
+    add("--shard-megabytes", type=float, metavar="N", help="how much text goes into a shard; by default, about 1/256")
+    add(
+        "--workers",
+        dest="num_workers",
+        type=int,
+        metavar="N",
+        help="how many processes tokenise; by default, one for each core",
+    )
+    add("--overwrite", action="store_true", help="replace what was prepared otherwise")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare what the arguments say, and return the exit code."""
+    options = {name: value for name, value in vars(args).items() if name != "run"}
+    show, complain = (
+        Console(stderr=is_error, highlight=False, markup=False, soft_wrap=True).print for is_error in (False, True)
+    )
+    try:
+        manifests = prepare(**options)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        complain(f"{type(error).__name__}: {error}")
+        return 1
+    except KeyboardInterrupt:
+        complain("Stopped. The same command goes on from here.")
+        return 130
+    show(describe_result(Path(args.output), manifests))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with the arguments in `argv` (by default, those of the process) and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m xlstm_jax.dataset.prepare", description="Tokenise documents once.")
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

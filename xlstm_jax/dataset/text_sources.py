@@ -1,0 +1,210 @@
+"""What can be tokenised: files, data sets of several libraries and the standard library, cut into splits."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xlstm_jax.dataset.text_files import BEGINNING, BadDataPolicy, OnBadData, Position, TextFiles, check_text
+from xlstm_jax.dataset.token_shards import MANIFEST_FILE, find_shards, open_records, read_manifest
+
+STANDARD_LIBRARY = "stdlib"
+"""The source that is Python's standard library."""
+HUGGING_FACE = "hf:"
+"""What stands before the name of a data set on the hub."""
+
+_BOTH_SPLITS = ("train", "validation")
+_SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
+"""What `save_to_disk` of a data set writes."""
+_BLOCK = 1024
+"""How many numbered texts are read at a time."""
+
+
+class NumberedTexts:
+    """Documents of which each can be asked for by its number, with the methods of `TextFiles`.
+
+    Args:
+        name: What they are called in messages.
+        read: Returns those from one number on, up to another: texts, or bytes of UTF-8.
+        num_texts: How many there are.
+        num_bytes: About how large they are together.
+        description: What decides on them, for JSON.
+        on_bad_data: Whether a document that cannot be used is an error, or is left out and counted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[int, int], Sequence[Any]],
+        *,
+        num_texts: int,
+        num_bytes: int,
+        description: Mapping[str, Any],
+        on_bad_data: OnBadData,
+    ):
+        self._name = name
+        self._read = read
+        self._num_texts = num_texts
+        self._num_read = 0
+        self._description = description
+        self._policy = BadDataPolicy(on_bad_data)
+        self.num_bytes = num_bytes
+        self.skipped = self._policy.skipped
+
+    @property
+    def num_bytes_read(self) -> int:
+        """How much has been read."""
+        return self.num_bytes * self._num_read // max(self._num_texts, 1)
+
+    def documents(self, start: Position = BEGINNING) -> Iterator[tuple[Position, str]]:
+        """Yield documents and where they stand, from a position on; only its second number counts."""
+        for first in range(start[1], self._num_texts, _BLOCK):
+            for number, text in self._read_block(first):
+                self._num_read = number + 1
+                yield (0, number), text
+
+    def sample(self, num_bytes: int) -> Iterator[str]:
+        """Yield about so much of the documents, in blocks from all over."""
+        starts = np.arange(0, self._num_texts, _BLOCK)
+        for first in np.random.default_rng(0).permutation(starts).tolist():
+            for _, text in self._read_block(first):
+                if num_bytes <= 0:
+                    return
+                yield text
+                num_bytes -= len(text.encode())
+
+    def describe(self) -> dict[str, Any]:
+        """Return, for JSON, what decides on the documents."""
+        return dict(self._description)
+
+    def _read_block(self, first: int) -> Iterator[tuple[int, str]]:
+        values = self._read(first, min(first + _BLOCK, self._num_texts))
+        for number, value in enumerate(values, first):
+            document = check_text(value)
+            if isinstance(document, str):
+                yield number, document
+            else:
+                self._policy.handle(document._replace(place=f"document {number}"), self._name)
+
+
+Source = TextFiles | NumberedTexts
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Some documents of a source."""
+
+    name: str
+    source: Source
+    validation_share: float | None = None
+    """The share of documents that are for validation, if the source has both."""
+
+    def documents(self, start: Position = BEGINNING) -> Iterator[tuple[Position, str]]:
+        """Yield the documents of the split and where they stand in the source."""
+        return ((position, text) for position, text in self.source.documents(start) if self._has(text))
+
+    def sample(self, num_bytes: int) -> Iterator[str]:
+        """Yield about so much of the documents of the source, but only those of the split."""
+        return filter(self._has, self.source.sample(num_bytes))
+
+    def describe(self) -> dict[str, Any]:
+        """Return, for JSON, what decides on the documents."""
+        return {**self.source.describe(), "split": self.name, "validation_share": self.validation_share}
+
+    def _has(self, text: str) -> bool:
+        if self.validation_share is None:
+            return True
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        return (number < self.validation_share * 2**64) == (self.name == "validation")
+
+
+def open_splits(
+    paths: Sequence[str],
+    *,
+    split: str | None,
+    validation_share: float | None,
+    column: str,
+    on_bad_data: OnBadData,
+    max_document_bytes: int | None,
+) -> list[Split]:
+    """Open what `prepare` is to read, as it describes these arguments."""
+
+    def open_source(name: str) -> Source:
+        if len(paths) == 1:
+            path = paths[0]
+            if path == STANDARD_LIBRARY:
+                return _open_standard_library(name, on_bad_data)
+            if path.startswith(HUGGING_FACE) or any(Path(path, file).exists() for file in _SAVED_DATASET_FILES):
+                return _open_dataset(path.removeprefix(HUGGING_FACE), name, column, on_bad_data)
+            for folder in (Path(path, name), Path(path)):
+                if find_shards(folder):
+                    return _open_records(folder, on_bad_data)
+        return TextFiles(paths, column, on_bad_data, max_document_bytes)
+
+    return [
+        Split(name, open_source(name if validation_share is None else "train"), validation_share)
+        for name in _split_names(paths, split, validation_share)
+    ]
+
+
+def _split_names(paths: Sequence[str], split: str | None, validation_share: float | None) -> Sequence[str]:
+    has_own_splits = list(paths) == [STANDARD_LIBRARY]
+    if validation_share is None:
+        return [split] if split else _BOTH_SPLITS if has_own_splits else _BOTH_SPLITS[:1]
+    if not 0 < validation_share < 1:
+        raise ValueError(f"validation_share is {validation_share}, but must be more than 0 and less than 1.")
+    if split or has_own_splits:
+        raise ValueError(f"validation_share makes two splits of one: leave it out, as the split is {split or 'fixed'}.")
+    return _BOTH_SPLITS
+
+
+def _open_standard_library(split: str, on_bad_data: OnBadData) -> Source:
+    from xlstm_jax.dataset.standard_library import count_bytes, load_standard_library
+
+    if split not in _BOTH_SPLITS:
+        raise ValueError(f"The standard library has no split {split!r}, only {' and '.join(_BOTH_SPLITS)}.")
+    corpus = load_standard_library()
+    documents = corpus.train if split == "train" else corpus.validation
+    return NumberedTexts(
+        STANDARD_LIBRARY,
+        lambda start, end: [document.content.decode("utf-8", "replace") for document in documents[start:end]],
+        num_texts=len(documents),
+        num_bytes=count_bytes(documents),
+        description={"paths": [STANDARD_LIBRARY], "sha256": corpus.sha256},
+        on_bad_data=on_bad_data,
+    )
+
+
+def _open_dataset(path: str, split: str, column: str, on_bad_data: OnBadData) -> Source:
+    from xlstm_jax.dataset.configs import HFHubDataConfig
+    from xlstm_jax.dataset.record_files import load_huggingface_dataset
+    from xlstm_jax.dataset.text_documents import ColumnTexts
+
+    dataset: Any = load_huggingface_dataset(HFHubDataConfig(hf_path=path, split=split, global_batch_size=1))
+    digest = ColumnTexts(dataset, column).digest
+    texts = dataset.select_columns([column])
+    return NumberedTexts(
+        path,
+        lambda start, end: texts[start:end][column],
+        num_texts=len(texts),
+        num_bytes=texts.data.nbytes,
+        description={"paths": [path], "column": column, "num_texts": len(texts), "digest": digest},
+        on_bad_data=on_bad_data,
+    )
+
+
+def _open_records(folder: Path, on_bad_data: OnBadData) -> Source:
+    if read_manifest(folder) is not None:
+        raise ValueError(f"The documents in {folder} are tokenised already, see its {MANIFEST_FILE}.")
+    records = open_records(folder)
+    return NumberedTexts(
+        str(folder),
+        lambda start, end: records.read_records(range(start, end)),
+        num_texts=len(records),
+        num_bytes=records.num_bytes,
+        description={"paths": [str(folder)], **records.describe()},
+        on_bad_data=on_bad_data,
+    )
