@@ -67,7 +67,7 @@ def next_token_loss(
         mutable=[INTERMEDIATES, *mutable_variables],
         **({"targets": batch.targets} if give_targets else {}),
     )
-    losses, hits = result if give_targets else _losses_and_hits(result, batch.targets)
+    losses, hits = result if give_targets else losses_and_hits(result, batch.targets)
     is_target = batch.targets_segmentation != 0
     total, num_hits = (jnp.sum(jnp.where(is_target, x, 0)) for x in (losses, hits))
     num_targets = jnp.sum(is_target)
@@ -120,7 +120,8 @@ def _perplexity(loss: float) -> float:
         return math.inf
 
 
-def _losses_and_hits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def losses_and_hits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the loss of each target, and whether it has the largest logit."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
     return losses, jnp.argmax(logits, axis=-1) == targets
 
