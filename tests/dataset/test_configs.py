@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from xlstm_jax import dataset
 from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.dataset import (
     DataConfig,
     GrainArrayRecordsDataConfig,
     HFHubDataConfig,
     SyntheticDataConfig,
-    TextDataConfig,
+    TextFilesDataConfig,
 )
 from xlstm_jax.dataset import configs as configs_module
 
@@ -54,8 +55,10 @@ def test_the_defaults_are_the_documented_ones():
         "add_bos": False,
         "add_eos": False,
         "add_eod": True,
+        "packing": None,
         "grain_packing": False,
         "grain_packing_bin_count": None,
+        "on_bad_data": "error",
         "worker_count": 1,
         "worker_buffer_size": 1,
         "drop_remainder": False,
@@ -129,8 +132,9 @@ def test_a_config_comes_back_from_its_fields():
 
 
 def test_the_package_offers_all_configs_without_data_libraries():
-    offered = {DataConfig, GrainArrayRecordsDataConfig, HFHubDataConfig, SyntheticDataConfig, TextDataConfig}
-    assert offered == {value for name, value in vars(configs_module).items() if name.endswith("DataConfig")}
+    names = {name for name in vars(configs_module) if name.endswith("DataConfig")}
+    assert names == {name for name in dataset.__all__ if name.endswith("Config")}
+    assert all(getattr(dataset, name) is getattr(configs_module, name) for name in names)
     heavy = {"grain", "transformers", "orbax", "datasets", "tensorflow"}
     program = (
         "import sys\n"
@@ -140,3 +144,24 @@ def test_the_package_offers_all_configs_without_data_libraries():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_grain_packing_means_first_fit_and_packing_goes_before_it():
+    assert HFHubDataConfig(**HUB).packing_name == "none"
+    assert HFHubDataConfig(**HUB, grain_packing=True).packing_name == "first_fit"
+    assert HFHubDataConfig(**HUB, grain_packing=True, packing="stream").packing_name == "stream"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"packing": "best_fit"}, "packing is 'best_fit', but must be one of 'stream', 'first_fit', 'none', None"),
+        ({"on_bad_data": "ignore"}, "on_bad_data is 'ignore'"),
+        ({"grain_packing": True, "packing": "none"}, "leave one of them out"),
+        ({"max_document_bytes": 0}, "max_document_bytes is 0"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_what_no_pipeline_knows_is_refused(fields, named):
+    with pytest.raises(ConfigError, match=named):
+        TextFilesDataConfig(global_batch_size=8, data_path="texts", **fields)
