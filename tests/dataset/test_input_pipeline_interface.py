@@ -25,6 +25,7 @@ from xlstm_jax.dataset.configs import DataConfig
 from xlstm_jax.dataset.grain_data_processing import make_grain_iterator
 from xlstm_jax.dataset.grain_transforms import ParseTokenizedArrayRecords
 from xlstm_jax.dataset.input_pipeline_interface import get_process_loading_data
+from xlstm_jax.dataset.standard_library import load_standard_library, yardsticks
 
 ROWS, LENGTH, END = 8, 16, 256
 TEXTS = [f"Document {index}: " + "naïve " * (index % 7) for index in range(23)]
@@ -106,12 +107,16 @@ def test_an_epoch_has_every_document_of_every_kind_of_source_once(source, tmp_pa
     assert iterator.dataset_size == len(TEXTS)
 
 
-def test_the_standard_library_needs_nothing_but_its_name():
+def test_the_standard_library_needs_nothing_but_its_name_and_says_what_to_beat(caplog):
     options = BATCHES | {"packing": "first_fit", "max_steps_per_epoch": 2}
     train, validation = StandardLibraryDataConfig.create_train_eval_configs(**options)
-    text = [texts_in(create_data_iterator(config, MESH)) for config in (train, validation)]
+    with caplog.at_level(logging.INFO):
+        text = [texts_in(create_data_iterator(config, MESH)) for config in (train, validation)]
     assert all(text)
     assert text[0] != text[1]
+    corpus = load_standard_library()
+    assert corpus.sha256 in caplog.text
+    assert f"gzip {yardsticks(corpus.validation)['gzip']:.3f}" in caplog.text
 
 
 def test_synthetic_data_is_made_by_the_same_call():

@@ -1,5 +1,6 @@
 """From data configs to batches in an order that is a function of the seed and the step alone."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,12 +19,14 @@ from xlstm_jax.dataset.mixture import WeightSchedule
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator, rows_of_process
 from xlstm_jax.dataset.ordered_batches import BatchOrder, OrderedBatches
 from xlstm_jax.dataset.record_files import load_huggingface_dataset
-from xlstm_jax.dataset.standard_library import load_standard_library
+from xlstm_jax.dataset.standard_library import load_standard_library, yardsticks
 from xlstm_jax.dataset.text_documents import ColumnTexts, EncodedTexts, RecordTexts, Texts
 from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.text_files import TextFiles
 from xlstm_jax.dataset.text_store import TextStore
 from xlstm_jax.dataset.token_shards import TokenShards, open_records
+
+LOGGER = logging.getLogger(__name__)
 
 _SHARED = (
     *("global_batch_size", "max_target_length", "packing_name", "grain_packing_bin_count"),
@@ -108,10 +111,21 @@ def _open_texts(config: TextDataConfig) -> Texts:
             )
             return TextStore.build(files)
         case StandardLibraryDataConfig():
-            corpus = load_standard_library()
-            documents = corpus.train if config.split == "train" else corpus.validation
-            return TextStore.build(document.content.decode("utf-8", "replace") for document in documents)
+            return TextStore.build(_read_standard_library(config.split))
     raise ValueError(f"A {type(config).__name__} does not say where its documents are: use a config that does.")
+
+
+def _read_standard_library(split: str) -> list[str]:
+    """Return the files of a split, and say which corpus they are from and what a model has to beat on them."""
+    corpus = load_standard_library()
+    LOGGER.info("%s", corpus.describe())
+    if split == "train":
+        documents = corpus.train
+    else:
+        documents = corpus.validation
+        reached = ", ".join(f"{name} {bits:.3f}" for name, bits in yardsticks(documents).items())
+        LOGGER.info("Bits per byte on all validation files: %s.", reached)
+    return [document.content.decode("utf-8", "replace") for document in documents]
 
 
 def _make_source(config: TextDataConfig, name: str) -> Source:
