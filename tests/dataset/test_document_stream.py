@@ -122,3 +122,19 @@ def test_a_document_that_has_changed_is_not_fetched():
     documents = ListedDocuments([[1], np.zeros(0, np.int32)])
     with streaming(documents, on_bad_data="skip") as stream, pytest.raises(ValueError, match="data has changed"):
         stream.fetch([1])
+
+
+@pytest.mark.parametrize(("length", "most"), [(1, 1024), (2**18, 2)])
+def test_as_many_documents_are_read_at_a_time_as_have_some_tokens_together(length, most):
+    asked = []
+
+    class Spied(ListedDocuments):
+        def read(self, indices):
+            asked.append(len(indices))
+            return super().read(indices)
+
+    with streaming(Spied([np.ones(length)] * 3)) as stream:
+        for _ in range(3000 if length == 1 else 40):
+            stream.draw()
+    assert asked[0] == 32
+    assert asked[-1] == most

@@ -14,8 +14,11 @@ from xlstm_jax.dataset.workers import Pending, WorkerPool
 _FEW = 2**16
 """Permutations of fewer documents are kept in memory; those of more are computed place by place, which takes longer
 for fewer documents."""
-_CHUNK = 128
-"""How many documents are read at a time: enough for a tokenizer to work on several at once."""
+_CHUNK_TOKENS = 2**19
+"""About how many tokens are read at a time: enough for a tokenizer to work on several documents at once, and few enough
+for the longest documents to fit into memory."""
+_FIRST_CHUNK, _LARGEST_CHUNK = 32, 1024
+"""How many documents are read first, when their length is not known, and how many at most."""
 
 
 @runtime_checkable
@@ -96,6 +99,7 @@ class DocumentStream:
         self._num_documents = len(self._source.documents)
         if not self._num_documents:
             raise ValueError(f"The source {self._source.name!r} has no documents.")
+        self._chunk = _FIRST_CHUNK
         self.seek(0)
         self.num_skipped = 0
 
@@ -116,7 +120,7 @@ class DocumentStream:
         while self._position != limit:
             if not self._ready:
                 self._read_ahead()
-                self._ready.extend(self._ahead.popleft().result())
+                self._take(self._ahead.popleft().result())
             document = self._finish(self._position, self._ready.popleft())
             self._position += 1
             if document is not None:
@@ -140,8 +144,13 @@ class DocumentStream:
 
     def _read_ahead(self) -> None:
         while len(self._ahead) < self._pool.num_ahead:
-            self._ahead.append(self._submit(range(self._next_read, self._next_read + _CHUNK)))
-            self._next_read += _CHUNK
+            self._ahead.append(self._submit(range(self._next_read, self._next_read + self._chunk)))
+            self._next_read += self._chunk
+
+    def _take(self, documents: list[np.ndarray]) -> None:
+        self._ready.extend(documents)
+        mean_length = max(sum(map(len, documents)) // len(documents), 1)
+        self._chunk = min(max(_CHUNK_TOKENS // mean_length, 1), _LARGEST_CHUNK)
 
     def _submit(self, positions: Sequence[int]) -> Pending:
         return self._pool.submit((self._index, self._documents_at(positions)))
