@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from xlstm_jax.dataset.token_shards import ShardError
+
 
 class ListedDocuments:
     """Documents from a list.
@@ -41,6 +43,16 @@ class FaultyDocuments(ListedDocuments):
             if index in self.faulty:
                 raise ValueError(f"shard_{index}.arecord is gone")
         return super().read(indices)
+
+
+class MissingDocuments(FaultyDocuments):
+    """A list of documents of which some lie in a shard that is gone."""
+
+    def read(self, indices):
+        try:
+            return super().read(indices)
+        except ValueError as error:
+            raise ShardError(str(error)) from error
 
 
 def random_documents(seed, num_documents, max_length=30, first_token=1):

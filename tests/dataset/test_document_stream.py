@@ -1,10 +1,11 @@
 """Documents are drawn in an order that follows from the seed, and bad ones are an error or counted."""
 
 import contextlib
+import itertools
 
 import numpy as np
 import pytest
-from dataset.corpora import FaultyDocuments, ListedDocuments
+from dataset.corpora import FaultyDocuments, ListedDocuments, MissingDocuments
 
 from xlstm_jax.dataset import document_stream
 from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments, Source
@@ -91,8 +92,8 @@ def test_bad_documents_are_left_out_and_counted_if_that_is_asked_for(bad, num_wo
 
 def test_an_empty_document_is_an_error_that_says_which_and_what_to_do():
     with (
-        streaming(ListedDocuments([[1], []]), name="books") as stream,
-        pytest.raises(ValueError, match=r"Document 1 of 'books' has no tokens.*on_bad_data=\"skip\""),
+        streaming(ListedDocuments([[1], []]), location="books.txt") as stream,
+        pytest.raises(ValueError, match=r"Document 1 of books\.txt has no tokens.*on_bad_data=\"skip\""),
     ):
         draw(stream, 2)
 
@@ -114,7 +115,7 @@ def test_a_source_without_any_token_is_an_error_and_not_an_endless_search():
 
 
 def test_a_source_without_documents_is_an_error():
-    with pytest.raises(ValueError, match="has no documents"), streaming(ListedDocuments([])):
+    with pytest.raises(ValueError, match="There are no documents in the data"), streaming(ListedDocuments([])):
         pass
 
 
@@ -136,5 +137,45 @@ def test_as_many_documents_are_read_at_a_time_as_have_some_tokens_together(lengt
     with streaming(Spied([np.ones(length)] * 3)) as stream:
         for _ in range(3000 if length == 1 else 40):
             stream.draw()
-    assert asked[0] == 32
+    assert asked[0] == 2  # The length is not known yet.
+    assert all(after <= 2 * before for before, after in itertools.pairwise(asked))
     assert asked[-1] == most
+
+
+def test_nothing_is_read_beyond_a_limit():
+    asked = []
+
+    class Spied(ListedDocuments):
+        def read(self, indices):
+            asked.extend(indices)
+            return super().read(indices)
+
+    with streaming(Spied([[1]] * 20)) as stream:
+        while stream.draw(limit=20) is not None:
+            pass
+    assert sorted(asked) == list(range(20))
+
+
+def test_a_document_whose_file_is_missing_is_left_out_only_where_nobody_else_could_read_it():
+    documents = MissingDocuments([[1], [2], [3]], faulty={1})
+    with streaming(documents, on_bad_data="skip") as stream:
+        assert draw(stream, 2) == [1, 3]
+    with (
+        streaming(documents, on_bad_data="skip", skips_unreadable=False) as stream,
+        pytest.raises(ValueError, match="shard_1"),
+    ):
+        draw(stream, 2)
+
+
+def test_after_an_error_the_same_documents_come_again():
+    documents = FaultyDocuments([[index + 1] for index in range(9)], faulty={4})
+    with streaming(documents) as stream:
+        found = []
+        with pytest.raises(ValueError, match="shard_4"):
+            found.extend(draw(stream, 1) for _ in range(9))
+        position = stream.position
+        with pytest.raises(ValueError, match="shard_4"):
+            draw(stream, 9)
+        documents.faulty.clear()
+        stream.seek(position)
+        assert draw(stream, 9 - position) == list(range(position + 1, 10))

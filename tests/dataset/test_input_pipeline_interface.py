@@ -25,6 +25,8 @@ from xlstm_jax.dataset.configs import DataConfig
 from xlstm_jax.dataset.grain_data_processing import make_grain_iterator
 from xlstm_jax.dataset.grain_transforms import ParseTokenizedArrayRecords
 from xlstm_jax.dataset.input_pipeline_interface import get_process_loading_data
+from xlstm_jax.dataset.light_tokenizers import train_tokenizer
+from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.standard_library import load_standard_library, yardsticks
 
 ROWS, LENGTH, END = 8, 16, 256
@@ -211,10 +213,11 @@ def test_bad_files_are_an_error_or_left_out(content, named, tmp_path, caplog):
         iterator = create_data_iterator(change(config, on_bad_data="skip", packing="stream"), MESH)
     assert texts_in(iterator) == sorted(TEXTS)
     assert "1" in caplog.text
+    assert iterator.get_statistics()["skipped"] == 1
 
 
 def test_a_shard_that_disappears_is_an_error_that_names_it_or_its_documents_are_left_out(tmp_path):
-    config = change(records_of_text(tmp_path), packing="stream")
+    config = change(records_of_text(tmp_path), packing="stream", worker_count=1)  # It opens files when it needs them.
     strict = create_data_iterator(config, MESH)
     lenient = create_data_iterator(change(config, on_bad_data="skip"), MESH)
     (tmp_path / "train" / "texts_000001.arecord").unlink()
@@ -266,3 +269,59 @@ def test_long_documents_are_trained_on_to_their_end(tmp_path):
         config = GrainArrayRecordsDataConfig(data_path=tmp_path, tokenize_data=False, packing=packing, **BATCHES)
         batches = [host(batch) for batch in create_data_iterator(config, MESH)]
         assert sum(int((batch.targets_segmentation > 0).sum()) for batch in batches) == len(long) + 1
+
+
+def test_tokens_that_were_prepared_are_not_read_as_texts(tmp_path):
+    (tmp_path / "text").mkdir()
+    plain_text(tmp_path / "text")
+    prepare(tmp_path / "text", tmp_path / "prepared", num_workers=0)
+    with pytest.raises(ValueError, match=r"prepared.*set tokenize_data=False"):
+        create_data_iterator(GrainArrayRecordsDataConfig(data_path=str(tmp_path / "prepared"), **BATCHES), MESH)
+    config = GrainArrayRecordsDataConfig(
+        data_path=str(tmp_path / "prepared"), tokenize_data=False, packing="stream", **BATCHES
+    )
+    iterator = create_data_iterator(config, MESH)
+    assert texts_in(iterator) == sorted(TEXTS)
+    num_tokens = sum(len(text.encode()) + 1 for text in TEXTS)
+    assert len(create_data_iterator(change(config, drop_remainder=True), MESH)) == num_tokens // (ROWS * LENGTH)
+
+
+def test_a_mixture_of_different_tokens_is_refused(tmp_path):
+    (tmp_path / "texts").mkdir()
+    config = plain_text(tmp_path / "texts")
+    train_tokenizer(TEXTS, 300, tmp_path / "tokenizer")
+    other = change(config, tokenizer_path=str(tmp_path / "tokenizer"))
+    with pytest.raises(ValueError, match="must have the same tokens"):
+        create_mixed_data_iterator([config, other], MESH)
+
+
+def test_a_mixture_of_nothing_or_with_one_name_twice_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no data set"):
+        create_mixed_data_iterator([], MESH)
+    config = plain_text(tmp_path)
+    with pytest.raises(ValueError, match=r"different names, but they are called \['1', '1'\]"):
+        create_mixed_data_iterator([change(config, name="1"), config], MESH)
+
+
+def test_an_empty_text_is_no_document_also_where_special_tokens_are_added(tmp_path):
+    write_records(tmp_path / "train" / "texts_000000.arecord", [b"some", b"", b"text"])
+    options = BATCHES | {"add_bos": True, "packing": "none"}
+    with pytest.raises(ValueError, match=r"Document 1 of .*train has no tokens"):
+        list(create_data_iterator(GrainArrayRecordsDataConfig(data_path=tmp_path, **options), MESH))
+
+
+def test_a_record_that_is_no_text_is_named_with_its_file(tmp_path):
+    write_records(tmp_path / "train" / "texts_000000.arecord", [b"some", b"\xff\xfe"])
+    with pytest.raises(ValueError, match=r"record 1 of .*texts_000000\.arecord is no UTF-8 text"):
+        list(create_data_iterator(GrainArrayRecordsDataConfig(data_path=tmp_path, **BATCHES), MESH))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets")
+def test_a_state_of_another_data_set_of_hugging_face_is_refused(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for name in "ab":
+        texts = ["first", *[name * 3] * 5, "last"]
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / name))
+    first, second = (create_data_iterator(HFHubDataConfig(hf_path=tmp_path / name, **BATCHES), MESH) for name in "ab")
+    with pytest.raises(ValueError, match=r"sources\.0\.texts"):
+        second.set_state(first.get_state())

@@ -66,9 +66,14 @@ def test_a_mixture_goes_on_from_its_state(pool):
     assert [other.draw(0)[:2] for _ in range(50)] == expected
 
 
-@pytest.mark.parametrize("weights", [[1, 2], [1, -1, 1], [0, 0, 0], [1, float("nan"), 1]])
+@pytest.mark.parametrize("weights", [[1, 2], [1, -1, 1], [0, 0, 0], [1, float("nan"), 1], [1, float("inf"), 1]])
 def test_weights_that_make_no_shares_are_refused(weights):
     with pytest.raises(ValueError, match="must be 3 numbers"):
         WeightSchedule(3, weights)
     with pytest.raises(ValueError, match="from step 5 on"):
         WeightSchedule(3, [1, 1, 1], {5: weights})
+
+
+def test_the_first_weights_are_given_once():
+    with pytest.raises(ValueError, match="from step 1 on"):
+        WeightSchedule(2, [1, 1], {0: [1, 2]})

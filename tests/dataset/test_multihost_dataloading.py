@@ -293,3 +293,41 @@ def test_arrays_are_padded_to_the_largest_shape_of_all_processes(monkeypatch):
 def test_arrays_are_padded_only_where_asked(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert next(make_iterator([rows(0)]))["x"].shape == (4, 2)
+
+
+def test_a_loader_that_ends_with_an_epoch_makes_no_empty_one():
+    class Passes(EndlessIterator):
+        """Stops after every four batches, and goes on if it is asked again."""
+
+        has_stopped = True
+
+        def __next__(self):
+            if self.index % 4 == 0 and not self.has_stopped:
+                self.has_stopped = True
+                raise StopIteration
+            self.has_stopped = False
+            return super().__next__()
+
+        def get_state(self):
+            return [self.index, self.has_stopped]
+
+        def set_state(self, state):
+            self.index, self.has_stopped = state
+
+    for prefetch in (0, 2):
+        iterator = make_iterator(Passes(Endless()), iterator_length=4, prefetch=prefetch)
+        assert [len(indices(iterator)) for _ in range(3)] == [4, 4, 4]
+
+
+def test_closing_an_iterator_closes_its_loader():
+    class Closable(Endless):
+        is_closed = False
+
+        def close(self):
+            self.is_closed = True
+
+    loader = Closable()
+    iterator = make_iterator(loader, prefetch=1)
+    next(iterator)
+    iterator.close()
+    assert loader.is_closed

@@ -28,7 +28,7 @@ def make_batches(packing="stream", own_rows=np.arange, num_workers=0, num_source
         "num_rows": stepwise_rampup_schedule(ROWS, {}),
         "packing": packing,
         "num_bins": 5,
-        "bos_token_id": END,
+        "first_input": END,
         "weights": WeightSchedule(num_sources, [3, 1][:num_sources], {4: [1, 1][:num_sources]}),
     }
     return OrderedBatches(sources, BatchOrder(**options | order), own_rows, num_workers)
@@ -194,3 +194,16 @@ def test_a_refused_state_changes_nothing():
 def test_a_mixture_that_is_to_end_is_refused():
     with pytest.raises(ValueError, match="no common end"):
         make_batches(is_endless=False)
+
+
+def test_a_source_that_enters_late_does_not_have_to_catch_up():
+    weights = WeightSchedule(2, [1, 0], {60: [1, 1]})
+    batches = make_batches(stops_after_pass=True, weights=weights)
+    lengths = [sum(1 for _ in batches) for _ in range(12)]
+    assert max(lengths) < 4 * min(lengths)
+
+
+def test_documents_that_were_left_out_when_a_source_was_opened_are_counted():
+    source = Source(ListedDocuments(DOCUMENTS[0]), num_left_out=3)
+    batches = OrderedBatches([source], BatchOrder(LENGTH, stepwise_rampup_schedule(ROWS, {})))
+    assert batches.get_statistics()["skipped"] == 3

@@ -45,7 +45,7 @@ def alone(name, index, start, stop):
 
 def batches_of(packing):
     source = Source(ListedDocuments(DOCUMENTS), eod_token_id=END)
-    order = BatchOrder(LENGTH, constant_rampup_schedule(2), packing, num_bins=2, is_endless=False, bos_token_id=END)
+    order = BatchOrder(LENGTH, constant_rampup_schedule(2), packing, num_bins=2, is_endless=False, first_input=END)
     return list(OrderedBatches([source], order))
 
 

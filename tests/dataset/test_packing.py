@@ -45,7 +45,7 @@ def targets_by_document(batches):
     found = {}
     for rows in batches:
         for row in rows:
-            for document, start, stop in row:
+            for document, start, stop, _ in row:
                 found.setdefault(document.position, []).append((start, document.tokens[start:stop]))
     return {
         position: np.concatenate([tokens for _, tokens in sorted(pieces, key=lambda piece: piece[0])])
@@ -80,7 +80,8 @@ def test_a_streamed_document_goes_on_where_its_row_has_ended(documents):
     for before, after in itertools.pairwise(batches):
         for row, follower in zip(before, after, strict=True):
             if row and row[-1].stop < len(row[-1].document.tokens):
-                assert follower[0] == (row[-1].document, row[-1].stop, follower[0].stop)
+                assert follower[0][:2] == (row[-1].document, row[-1].stop)
+                assert follower[0].origin == row[-1].origin
                 assert row[-1].stop - row[-1].start == LENGTH - sum(piece.stop - piece.start for piece in row[:-1])
 
 
@@ -128,7 +129,7 @@ def test_a_batch_is_what_its_documentation_shows():
     first, second = documents_of([[1, 2, 3], [4, 5]])
     waiting = iter([first, second])
     rows = FirstFitPacking(LENGTH, num_bins=1).fill(1, lambda: next(waiting, None))
-    batch = make_batch(rows, LENGTH, bos_token_id=END, continues=False)
+    batch = make_batch(rows, LENGTH, first_input=END)
     assert batch.inputs.tolist() == [[END, 1, 2, 3, END, 4, 5, 0]]
     assert batch.targets.tolist() == [[1, 2, 3, END, 4, 5, END, 0]]
     assert batch.inputs_segmentation.tolist() == batch.targets_segmentation.tolist() == [[1, 1, 1, 1, 2, 2, 2, 0]]
@@ -139,14 +140,14 @@ def test_a_batch_is_what_its_documentation_shows():
 def test_no_input_is_from_another_document():
     (document,) = documents_of([[1, 2, 3]])
     other = Document(0, 1, np.array([7, 8], np.int32))  # has no end
-    batch = make_batch([[Piece(other, 0, 2), Piece(document, 0, 4)]], LENGTH, bos_token_id=0, continues=False)
+    batch = make_batch([[Piece(other, 0, 2, 0), Piece(document, 0, 4, 0)]], LENGTH, first_input=0)
     assert batch.inputs.tolist() == [[0, 7, 0, 1, 2, 3, 0, 0]]
 
 
 def test_a_piece_that_goes_on_has_the_token_before_it_as_its_first_input():
     (document,) = documents_of([range(1, 12)])
     rows = StreamPacking(LENGTH), iter([document])
-    batches = [make_batch(rows[0].fill(1, lambda: next(rows[1], None)), LENGTH, 0, continues=True) for _ in range(2)]
+    batches = [make_batch(rows[0].fill(1, lambda: next(rows[1], None)), LENGTH, 0) for _ in range(2)]
     assert batches[1].inputs.tolist() == [[8, 9, 10, 11, 0, 0, 0, 0]]
     assert batches[1].targets.tolist() == [[9, 10, 11, END, 0, 0, 0, 0]]
     assert batches[1].inputs_position.tolist() == [[8, 9, 10, 11, 0, 0, 0, 0]]
@@ -156,5 +157,27 @@ def test_a_cut_piece_counts_its_positions_from_its_own_beginning():
     (document,) = documents_of([range(1, 12)])
     waiting = iter([document])
     rows = FirstFitPacking(LENGTH, num_bins=1).fill(2, lambda: next(waiting, None))
-    batch = make_batch(rows, LENGTH, bos_token_id=0, continues=False)
+    batch = make_batch(rows, LENGTH, first_input=0)
     assert batch.inputs_position.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 0, 0, 0, 0]]
+
+
+def test_where_a_row_goes_away_its_document_goes_on_as_if_it_began_there():
+    documents = iter(documents_of([np.arange(1, 8), np.arange(11, 31)]))  # The first one fills its row to the end.
+    packing = StreamPacking(LENGTH)
+    packing.fill(2, lambda: next(documents, None))
+    batch = make_batch(packing.fill(1, lambda: next(documents, None)), LENGTH, first_input=0)
+    assert batch.inputs.tolist() == [list(range(18, 26))]
+    assert batch.inputs_position.tolist() == [list(range(8))]
+    assert batch.get_borders_of_streams()[0, 0]
+    after = make_batch(packing.fill(1, lambda: next(documents, None)), LENGTH, first_input=0)
+    assert after.inputs_position[0, 0] == 8
+    assert not after.get_borders_of_streams()[0, 0]
+
+
+@pytest.mark.parametrize("num_bins", [0, 3])
+def test_the_state_of_a_cut_document_does_not_grow_with_it(num_bins):
+    (document,) = documents_of([np.ones(100_000)])
+    waiting = iter([document])
+    packing = FirstFitPacking(LENGTH, num_bins)
+    packing.fill(4, lambda: next(waiting, None))
+    assert len(json.dumps(packing.get_state())) < 200

@@ -51,3 +51,21 @@ def test_a_stopped_prefetcher_leaves_no_thread():
     prefetcher.next()
     prefetcher.stop()
     assert threading.active_count() == before
+
+
+def test_a_prefetcher_can_be_stopped_by_its_own_thread():
+    calls = []
+    stopped = threading.Event()
+
+    def produce():
+        calls.append(threading.current_thread())
+        if len(calls) == 2:
+            prefetcher.stop()
+            stopped.set()
+
+    prefetcher = Prefetcher(produce, depth=1)
+    prefetcher.next()
+    assert stopped.wait(timeout=10)
+    calls[0].join(timeout=10)
+    assert not calls[0].is_alive()
+    assert len(calls) == 2

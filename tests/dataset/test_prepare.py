@@ -1,5 +1,7 @@
 """Documents are tokenised once: the same bytes whoever does it, whatever interrupts it, and never half of them."""
 
+import dataclasses
+import errno
 import gzip
 import json
 import os
@@ -17,7 +19,8 @@ from xlstm_jax.dataset.light_tokenizers import ByteTokenizer, FileTokenizer, tra
 from xlstm_jax.dataset.prepare import main, prepare
 from xlstm_jax.dataset.standard_library import load_standard_library
 from xlstm_jax.dataset.text_encoder import TextEncoder
-from xlstm_jax.dataset.token_shards import TokenShards, read_manifest, verify, write_shard
+from xlstm_jax.dataset.text_store import lock
+from xlstm_jax.dataset.token_shards import TokenShards, read_manifest, verify, write_manifest, write_shard
 
 TEXTS = [f"Document {number}: " + "words and more words " * (number % 7) for number in range(300)]
 KILOBYTE = 1 / 1024
@@ -156,6 +159,52 @@ def test_an_output_that_would_be_read_as_a_source_is_refused(source, tmp_path):
         prepare_here(tmp_path, tmp_path / "output")
 
 
+@pytest.mark.parametrize("pattern", ["raw", "ra*", "raw/../raw"])
+def test_an_output_below_a_source_is_refused_however_the_source_is_named(tmp_path, pattern):
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match="lies in the source"):
+        prepare_here(tmp_path / pattern, tmp_path / "raw" / "output")
+
+
+def test_text_may_lie_beside_what_is_written(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    prepare_here(tmp_path / "a.txt", tmp_path)
+    assert read_texts(tmp_path / "train") == ["text"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("way", ["folder", "link", "pattern"])
+def test_a_source_that_lies_where_the_output_is_written_is_refused_and_stays(tmp_path, overwrite, way):
+    write_records(tmp_path / "data" / "train" / "x_000000.arecord", [b"text"])
+    before = content_of(tmp_path / "data" / "train")
+    (tmp_path / "link").symlink_to(tmp_path / "data" / "train")
+    source = {"folder": "data/train", "link": "link", "pattern": "data/train/*"}[way]
+    with pytest.raises(ValueError, match=r"lies where the output .* is written"):
+        prepare_here(tmp_path / source, tmp_path / "data", overwrite=overwrite)
+    assert content_of(tmp_path / "data" / "train") == before
+
+
+def test_a_file_that_is_a_link_to_what_is_written_is_refused(source, output, tmp_path):
+    prepare_here(source, output)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a.txt").symlink_to(output / "train" / "manifest.json")
+    with pytest.raises(ValueError, match=r"lies where the output .* is written"):
+        prepare_here(tmp_path / "links", output, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["shard_megabytes", "train_megabytes"])
+@pytest.mark.parametrize("value", [-1, 0, 1e-9, float("nan"), float("inf")])
+def test_sizes_that_are_none_are_refused(source, output, name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}, but must be"):
+        prepare_here(source, output, **{name: value})
+
+
+def test_a_negative_number_of_workers_is_refused(source, output):
+    with pytest.raises(ValueError, match="num_workers is -1, but must be 0 or more"):
+        prepare_here(source, output, num_workers=-1)
+
+
 # Sources
 
 
@@ -234,6 +283,13 @@ def test_bad_records_are_left_out_and_counted(tmp_path, output):
     assert read_texts(output / "train") == ["good", "also good"]
     with pytest.raises(ValueError, match="records, document 1: the document is empty"):
         prepare_here(tmp_path / "records", tmp_path / "other")
+
+
+def test_a_bad_document_is_counted_once_though_both_splits_pass_it(source, output):
+    source.write_text(json_lines([*TEXTS, ""]) + "bad\n")
+    manifests = prepare_here(source, output, validation_share=0.2, on_bad_data="skip")
+    assert manifests["train"].skipped == {"empty document": 1, "no JSON": 1}
+    assert manifests["validation"].skipped == {}
 
 
 @pytest.fixture
@@ -379,6 +435,24 @@ def test_another_source_is_refused(source, output):
         prepare_here(source, output)
 
 
+@pytest.mark.parametrize("kind", ["lines", "records", "dataset"])
+def test_a_source_of_the_same_size_with_another_content_is_refused(tmp_path, output, kind):
+    def write(texts):
+        source = tmp_path / kind
+        if kind == "lines":
+            source.write_text(json_lines(texts))
+        elif kind == "records":
+            write_records(source / "x_0.arecord", [text.encode() for text in texts])
+        else:
+            save_dataset(source, text=texts)
+        return source
+
+    texts = [f"text {number}" for number in range(10)]
+    prepare_here(write(texts), output)
+    with pytest.raises(ValueError, match=r"samples: .* there, .* here"):
+        prepare_here(write([*texts[:5], "TEXT 5", *texts[6:]]), output)
+
+
 def test_a_source_may_move(source, output, tmp_path):
     before = prepare_here(source, output)
     (tmp_path / "moved").mkdir()
@@ -392,13 +466,65 @@ def test_what_was_prepared_otherwise_can_be_replaced(source, output, tmp_path):
     assert content_of(output / "train") == content_of(tmp_path / "fresh" / "train")
 
 
-def test_shards_of_others_are_refused_and_stay(source, output):
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}])
+def test_shards_of_others_are_refused_and_stay(source, output, options):
     (output / "train").mkdir(parents=True)
     write_shard(output / "train" / "theirs_000000.arecord", [])
     before = content_of(output / "train")
-    with pytest.raises(ValueError, match="has been prepared otherwise"):
-        prepare_here(source, output)
+    with pytest.raises(ValueError, match=r"move theirs_000000\.arecord away"):
+        prepare_here(source, output, **options)
     assert content_of(output / "train") == before
+
+
+def test_overwriting_removes_no_shard_that_the_manifest_does_not_know(source, output):
+    prepare_here(source, output)
+    write_shard(output / "train" / "train_999999.arecord", [])
+    before = content_of(output / "train")
+    with pytest.raises(ValueError, match=r"move train_999999\.arecord away"):
+        prepare_here(source, output, add_eos=True, overwrite=True)
+    assert content_of(output / "train") == before
+
+
+def test_overwriting_removes_what_a_killed_run_has_left_and_nothing_else(source, output, tmp_path):
+    manifest = prepare_here(source, output)["train"]
+    write_manifest(output / "train", dataclasses.replace(manifest, shards=manifest.shards[:2]))
+    (output / "train" / ".train_000009.arecord.tmp").write_text("half")
+    (output / "train" / ".theirs.tmp").write_text("theirs")
+    prepare_here(source, output, shard_megabytes=1, overwrite=True)
+    prepare_here(source, tmp_path / "fresh", shard_megabytes=1)
+    expected = {**content_of(tmp_path / "fresh" / "train"), ".theirs.tmp": b"theirs"}
+    assert content_of(output / "train") == expected
+
+
+def test_a_shard_that_is_damaged_at_the_same_size_is_written_again_if_all_are_verified(source, output):
+    manifest = prepare_here(source, output)["train"]
+    before = content_of(output / "train")
+    times = {file.name: file.stat().st_mtime_ns for file in (output / "train").glob("*.arecord")}
+    damaged = output / "train" / "train_000002.arecord"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:200] + bytes(byte ^ 255 for byte in content[200:250]) + content[250:])
+    del times[damaged.name]
+    assert prepare_here(source, output, verify=True)["train"] == manifest
+    assert content_of(output / "train") == before
+    assert {name: (output / "train" / name).stat().st_mtime_ns for name in times} == times
+
+
+def test_a_folder_in_which_another_prepare_works_is_refused(source, output):
+    output.mkdir()
+    with open(output / ".prepare.lock", "wb") as file:
+        lock(file.fileno())
+        with pytest.raises(ValueError, match=re.escape(f"Another prepare works in {output}")):
+            prepare_here(source, output)
+    prepare_here(source, output)
+
+
+def test_a_file_system_without_locks_is_no_hindrance(source, output, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    prepare_here(source, output)
+    assert read_texts(output / "train") == TEXTS
 
 
 # Training a tokenizer
@@ -452,6 +578,17 @@ def test_another_tokenizer_in_the_folder_is_refused(source, output):
     assert read_manifest(output / "train").vocab_size == 290
 
 
+@pytest.mark.parametrize("name", ["trained_on.json", "notes.txt"])
+def test_overwriting_removes_no_tokenizer_of_others(source, output, name):
+    prepare_here(source, output, train_vocab_size=280)
+    file = output / "tokenizer" / name
+    file.unlink() if file.exists() else file.write_text("keep")
+    before = content_of(output / "tokenizer")
+    with pytest.raises(ValueError, match=f"move {'it' if name == 'trained_on.json' else name} away"):
+        prepare_here(source, output, train_vocab_size=290, overwrite=True)
+    assert content_of(output / "tokenizer") == before
+
+
 # The command
 
 
@@ -472,7 +609,8 @@ def test_every_option_of_the_command_reaches_the_function(source, output, monkey
     monkeypatch.setattr(module, "describe_result", lambda *_: "")
     command = (
         f"a b --output {output} --split s --validation-share 0.5 --train-tokenizer 300 --train-megabytes 2 --add-bos "
-        "--add-eos --column c --on-bad-data skip --max-document-bytes 0 --shard-megabytes 3 --workers 4 --overwrite"
+        "--add-eos --column c --on-bad-data skip --max-document-bytes 0 --shard-megabytes 3 --workers 4 --overwrite "
+        "--verify"
     )
     assert main(command.split()) == 0
     assert asked == {
@@ -490,6 +628,7 @@ def test_every_option_of_the_command_reaches_the_function(source, output, monkey
         "shard_megabytes": 3.0,
         "num_workers": 4,
         "overwrite": True,
+        "verify": True,
     }
 
 

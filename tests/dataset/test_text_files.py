@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 import lzma
+import os
 import sys
 import tracemalloc
 
@@ -91,6 +92,19 @@ def test_folders_behind_links_are_read_once_round(tmp_path):
     (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data" / "loop").symlink_to(tmp_path / "data")
     assert list(TextFiles(tmp_path / "data")) == ["1", "2"]
+
+
+@pytest.mark.parametrize("pattern", ["", "*"])
+def test_pipes_in_folders_and_patterns_are_left_out(tmp_path, pattern):
+    write(tmp_path, {"b.txt": "text"})
+    os.mkfifo(tmp_path / "a.txt")
+    assert list(TextFiles(tmp_path / pattern)) == ["text"]
+
+
+def test_a_path_that_names_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"a\.txt is neither a file nor a folder"):
+        TextFiles(tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize("name", ["missing", "missing/*.txt", "empty"])
@@ -350,3 +364,19 @@ def test_the_description_changes_with_the_size_of_a_file(tmp_path):
     assert TextFiles(tmp_path).describe() == before
     assert TextFiles(write(tmp_path, {"a.txt": "xy"})).describe() != before
     assert json.loads(json.dumps(before)) == before
+
+
+@pytest.mark.parametrize("place", [0, 5000, 65_535])
+def test_the_description_changes_with_every_byte_of_a_small_file(tmp_path, place):
+    content = b"x" * 65_536
+    before = TextFiles(write(tmp_path, {"a.txt": content})).describe()
+    write(tmp_path, {"a.txt": content[:place] + b"y" + content[place + 1 :]})
+    assert TextFiles(tmp_path).describe() != before
+
+
+@pytest.mark.parametrize("place", [4095, 1_000_000 - 4096])
+def test_the_description_changes_with_both_ends_of_a_large_file(tmp_path, place):
+    content = b"x" * 1_000_000
+    before = TextFiles(write(tmp_path, {"a.txt": content})).describe()
+    write(tmp_path, {"a.txt": content[:place] + b"y" + content[place + 1 :]})
+    assert TextFiles(tmp_path).describe() != before

@@ -1,5 +1,6 @@
 """Texts by number: they come back as they went in, in any process, and leave nothing behind."""
 
+import errno
 import gc
 import hashlib
 import os
@@ -91,6 +92,28 @@ def test_the_file_is_removed_if_building_fails(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         TextStore.build(["good", "\ud800"], tmp_path)
     gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_where_there_are_no_locks_a_store_is_built_and_no_other_is_removed(tmp_path, monkeypatch, code):
+    def flock(*_):
+        raise OSError(code, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    first, second = (TextStore.build(TEXTS, tmp_path) for _ in range(2))
+    assert first.read([0]) == second.read([0]) == ["first"]
+    assert set(tmp_path.iterdir()) == {first.path, second.path}
+
+
+@pytest.mark.parametrize("name", ["fcntl.flock", "os.rename"])
+def test_no_file_is_left_if_it_cannot_be_made(tmp_path, monkeypatch, name):
+    def fail(*_):
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(name, fail)
+    with pytest.raises(OSError, match="broken"):
+        TextStore.build(TEXTS, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,6 +19,7 @@ from xlstm_jax.dataset.token_shards import (
     Manifest,
     RecordShards,
     Shard,
+    ShardError,
     TokenShards,
     find_shards,
     read_manifest,
@@ -30,7 +31,7 @@ from xlstm_jax.dataset.token_shards import (
 MANIFEST = Manifest(
     tokenizer_path="byte",
     tokenizer_digest="1234",
-    vocab_size=257,
+    vocab_size=50_000,
     eod_token_id=256,
     add_bos=False,
     add_eos=True,
@@ -166,6 +167,23 @@ def test_what_tells_data_from_other_data_does_not_depend_on_where_it_is(folder, 
     assert TokenShards(elsewhere).describe() != foreign
 
 
+def test_records_without_a_manifest_are_told_apart_by_their_content_and_not_by_their_names(tmp_path):
+    def describe(name, *tokens):
+        (tmp_path / name).mkdir()
+        records = [np.array([token], "<i4").tobytes() for token in tokens]
+        write_records(tmp_path / name / f"{name}_0.arecord", records)
+        return TokenShards(tmp_path / name).describe()
+
+    assert describe("a", 1, 2, 3) == describe("b", 1, 2, 3)
+    assert describe("c", 1, 4, 3) != describe("d", 1, 2, 3)
+
+
+def test_a_record_is_located_in_its_file(folder):
+    records = RecordShards(find_shards(folder))
+    assert records.locate(0) == f"record 0 of {folder / 'train_000000.arecord'}"
+    assert records.locate(37) == f"record 17 of {folder / 'train_000001.arecord'}"
+
+
 # Manifests
 
 
@@ -219,7 +237,7 @@ def damage(file, how):
 @pytest.mark.parametrize("how", ["missing", "cut", "empty"])
 def test_opening_refuses_a_shard_that_is_not_whole_and_says_what_to_do(folder, how):
     damage(folder / "train_000001.arecord", how)
-    with pytest.raises(ValueError, match=r"train_000001\.arecord .*: delete it and run the command again"):
+    with pytest.raises(ShardError, match=r"train_000001\.arecord .*: delete it and run the command again"):
         TokenShards(folder)
 
 
@@ -227,7 +245,7 @@ def test_opening_refuses_a_shard_that_is_not_whole_and_says_what_to_do(folder, h
 def test_opening_refuses_a_damaged_file_of_others(folder, how):
     (folder / "manifest.json").unlink()
     damage(folder / "train_000001.arecord", how)
-    with pytest.raises(ValueError, match=r"train_000001\.arecord cannot be read: "):
+    with pytest.raises(ShardError, match=r"train_000001\.arecord cannot be read: "):
         TokenShards(folder)
 
 
@@ -236,7 +254,7 @@ def test_reading_refuses_a_shard_that_was_damaged_after_the_data_was_opened(fold
     shards = TokenShards(folder)
     damage(folder / "train_000001.arecord", how)
     shards.read([0, 59])
-    with pytest.raises(ValueError, match=r"train_000001\.arecord cannot be read: "):
+    with pytest.raises(ShardError, match=r"train_000001\.arecord cannot be read: "):
         shards.read([0, *range(20, 40)])
 
 
@@ -268,6 +286,39 @@ def test_records_of_text_are_refused(tmp_path):
         TokenShards(tmp_path).read([0])
 
 
+@pytest.mark.parametrize("record", [b"text", np.array([1, -1], "<i4").tobytes(), (2**24).to_bytes(4, "little")])
+def test_numbers_that_no_tokenizer_has_are_refused(tmp_path, record):
+    write_records(tmp_path / "x_0.arecord", [b"\1\0\0\0", record])
+    shards = TokenShards(tmp_path)
+    with pytest.raises(ValueError, match=r"record 1 of .*x_0\.arecord holds no tokens, .* is it text\?") as info:
+        shards.read([0, 1])
+    assert not isinstance(info.value, ShardError)
+
+
+@pytest.mark.parametrize("vocab_size", [50_000, 49_000])
+def test_tokens_must_be_below_the_size_of_the_vocabulary(folder, expected, vocab_size):
+    write_manifest(folder, dataclasses.replace(read_manifest(folder), vocab_size=vocab_size))
+    shards = TokenShards(folder)
+    if vocab_size == 50_000:
+        assert_same(shards.read(range(60)), expected)
+    else:
+        with pytest.raises(ValueError, match=r"is not from 0 to 48999: it is not what manifest\.json says"):
+            shards.read(range(60))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "dangling link"])
+def test_what_is_no_file_is_no_shard(tmp_path, kind):
+    file = tmp_path / "x_0.arecord"
+    os.mkfifo(file) if kind == "pipe" else file.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ShardError, match=r"x_0\.arecord cannot be read: "):
+        TokenShards(tmp_path)
+
+
+def test_errors_of_shards_reach_other_processes():
+    error = pickle.loads(pickle.dumps(ShardError("The shard is damaged.")))
+    assert (type(error), str(error)) == (ShardError, "The shard is damaged.")
+
+
 def test_an_unfinished_folder_is_refused(folder):
     manifest = read_manifest(folder)
     write_manifest(folder, dataclasses.replace(manifest, shards=manifest.shards[:2]))
@@ -295,7 +346,7 @@ def test_verifying_finds_damage_that_leaves_the_size_as_it_is(folder):
         damage(folder / f"train_{index:06}.arecord", "bytes")
     TokenShards(folder)
     with pytest.raises(
-        ValueError, match=r"damaged: train_000000\.arecord, train_000002\.arecord\. For each of them, delete"
+        ShardError, match=r"damaged: train_000000\.arecord, train_000002\.arecord\. For each of them, delete"
     ):
         verify(folder)
 

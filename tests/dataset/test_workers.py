@@ -1,5 +1,6 @@
 """Workers answer in order, and neither outlive their parent nor take it with them."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -104,3 +105,11 @@ sys.stdin.read()
         assert all(map(is_running, workers))
         parent.kill()
     wait_until(lambda: not any(map(is_running, workers)))
+
+
+def test_workers_of_a_pool_that_nobody_has_any_more_end():
+    pool = WorkerPool(do_task, 1)
+    ((_, worker),) = pool.map([0])
+    del pool
+    gc.collect()
+    wait_until(lambda: not is_running(worker))

@@ -158,10 +158,14 @@ class FormalTaskDataConfig(DataConfig):
 class GrainArrayRecordsDataConfig(TextDataConfig):
     """ArrayRecord files, `<data_path>/<split>/*.arecord`: each record is a text, or tokens of four bytes each."""
 
-    data_path: Path
+    data_path: Path | str
     split: str = "train"
     tokenize_data: bool = True
     """Whether records are texts; otherwise they are tokens."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.data_path = Path(self.data_path)
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
@@ -174,7 +178,7 @@ class TextFilesDataConfig(TextDataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_least(self, 1, "max_document_bytes")
+        _check_least(self, 4, "max_document_bytes")  # as long as the longest character
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)

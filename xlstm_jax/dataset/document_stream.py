@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from grain.experimental import index_shuffle
 
+from xlstm_jax.dataset.token_shards import ShardError
 from xlstm_jax.dataset.workers import Pending, WorkerPool
 
 _FEW = 2**16
@@ -17,7 +19,7 @@ for fewer documents."""
 _CHUNK_TOKENS = 2**19
 """About how many tokens are read at a time: enough for a tokenizer to work on several documents at once, and few enough
 for the longest documents to fit into memory."""
-_FIRST_CHUNK, _LARGEST_CHUNK = 32, 1024
+_FIRST_CHUNK, _LARGEST_CHUNK = 2, 1024
 """How many documents are read first, when their length is not known, and how many at most."""
 
 
@@ -64,8 +66,16 @@ class Source:
     eod_token_id: int | None = None
     """What is put at the end of each document."""
     on_bad_data: Literal["error", "skip"] = "error"
-    """Whether a document that has no tokens or cannot be read is an error, or is left out and counted."""
+    """Whether a document that has no tokens or is no text is an error, or is left out and counted."""
+    skips_unreadable: bool = True
+    """Whether that also holds of a document whose file is missing or damaged, which one of several processes alone may
+    find: they would no longer agree."""
     name: str = "data"
+    """What the source is called in statistics."""
+    location: str = "the data"
+    """What it is called in messages."""
+    num_left_out: int = 0
+    """How many documents were left out when it was opened."""
 
     @property
     def num_tokens(self) -> int | None:
@@ -89,7 +99,7 @@ class DocumentStream:
     Args:
         sources: All sources that the pool reads.
         index: Which of them this one is.
-        pool: Does `read_documents` on the sources.
+        pool: Applies `ReadDocuments` of these sources.
     """
 
     def __init__(self, sources: Sequence[Source], index: int, pool: WorkerPool):
@@ -98,7 +108,7 @@ class DocumentStream:
         self._pool = pool
         self._num_documents = len(self._source.documents)
         if not self._num_documents:
-            raise ValueError(f"The source {self._source.name!r} has no documents.")
+            raise ValueError(f"There are no documents in {self._source.location}.")
         self._chunk = _FIRST_CHUNK
         self.seek(0)
         self.num_skipped = 0
@@ -119,15 +129,14 @@ class DocumentStream:
         last = self._position + self._num_documents
         while self._position != limit:
             if not self._ready:
-                self._read_ahead()
-                self._take(self._ahead.popleft().result())
+                self._read_next(limit)
             document = self._finish(self._position, self._ready.popleft())
             self._position += 1
             if document is not None:
                 return document
             self.num_skipped += 1
             if self._position == last:
-                raise ValueError(f"None of the {self._num_documents} documents of {self._source.name!r} has tokens.")
+                raise ValueError(f"None of the {self._num_documents} documents of {self._source.location} has tokens.")
         return None
 
     def fetch(self, positions: Sequence[int]) -> dict[int, Document]:
@@ -137,20 +146,26 @@ class DocumentStream:
         missing = [position for position, document in found.items() if document is None]
         if missing:
             raise ValueError(
-                f"The document at position {missing[0]} of {self._source.name!r} had tokens when the state was saved, "
-                "and now has none: the data has changed."
+                f"The document at position {missing[0]} of {self._source.location} had tokens when the state was "
+                "saved, and now has none: the data has changed."
             )
         return {position: document for position, document in found.items() if document is not None}
 
-    def _read_ahead(self) -> None:
-        while len(self._ahead) < self._pool.num_ahead:
-            self._ahead.append(self._submit(range(self._next_read, self._next_read + self._chunk)))
-            self._next_read += self._chunk
-
-    def _take(self, documents: list[np.ndarray]) -> None:
+    def _read_next(self, limit: int | None) -> None:
+        """Wait for the next documents, and let more be read meanwhile."""
+        end = math.inf if limit is None else limit
+        while len(self._ahead) < self._pool.num_ahead and self._next_read < end:
+            stop = int(min(self._next_read + self._chunk, end))
+            self._ahead.append(self._submit(range(self._next_read, stop)))
+            self._next_read = stop
+        try:
+            documents = self._ahead.popleft().result()
+        except Exception:
+            self.seek(self._position)  # Whoever asks again gets these documents, or the same error.
+            raise
         self._ready.extend(documents)
         mean_length = max(sum(map(len, documents)) // len(documents), 1)
-        self._chunk = min(max(_CHUNK_TOKENS // mean_length, 1), _LARGEST_CHUNK)
+        self._chunk = max(min(_CHUNK_TOKENS // mean_length, 2 * self._chunk, _LARGEST_CHUNK), 1)
 
     def _submit(self, positions: Sequence[int]) -> Pending:
         return self._pool.submit((self._index, self._documents_at(positions)))
@@ -168,7 +183,7 @@ class DocumentStream:
                 return None
             (index,) = self._documents_at([position])
             raise ValueError(
-                f"Document {index} of {self._source.name!r} has no tokens. Take it out, or set "
+                f"Document {index} of {self._source.location} has no tokens. Take it out, or set "
                 'on_bad_data="skip" to leave such documents out and count them.'
             )
         if self._source.eod_token_id is not None:
@@ -195,14 +210,18 @@ class ReadDocuments:
         try:
             return source.documents.read(indices)
         except (OSError, ValueError):
-            return [self._read_or_skip(source.documents, index) for index in indices]
+            return [self._read_or_skip(source, index) for index in indices]
 
     @staticmethod
-    def _read_or_skip(documents: Documents, index: int) -> np.ndarray:
+    def _read_or_skip(source: Source, index: int) -> np.ndarray:
         try:
-            return documents.read([index])[0]
-        except (OSError, ValueError):
-            return np.zeros(0, np.int32)
+            return source.documents.read([index])[0]
+        except (OSError, ShardError):
+            if not source.skips_unreadable:
+                raise
+        except ValueError:
+            pass
+        return np.zeros(0, np.int32)
 
 
 @functools.lru_cache(maxsize=64)

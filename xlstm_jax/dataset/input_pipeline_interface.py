@@ -67,5 +67,7 @@ def create_mixed_data_iterator(
     """
     from xlstm_jax.dataset.grain_data_processing import make_grain_iterator
 
+    if not configs:
+        raise ValueError("There is no data set: give at least one config.")
     processes = get_process_loading_data(configs[0], mesh)
     return make_grain_iterator(list(configs), mesh, processes, dataset_weights, weights_at_steps)

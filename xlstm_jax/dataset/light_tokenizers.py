@@ -114,7 +114,7 @@ class FileTokenizer(LightTokenizer):
         self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        config = file.with_name("tokenizer_config.json")
+        config = config_file(file)
         special = json.loads(config.read_text()) if config.exists() else {}
         self.bos_token_id, self.eos_token_id = (self._special_token(special, name) for name in ("bos", "eos"))
         self.vocab_size = self._tokenizer.get_vocab_size()
@@ -141,6 +141,11 @@ def tokenizer_file(path: str | Path) -> Path | None:
     """Return the `tokenizer.json` that a path names or holds, if there is one."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     return file if file.name.endswith(".json") and file.is_file() else None
+
+
+def config_file(file: Path) -> Path:
+    """Return where the special tokens and options of a `tokenizer.json` are, if it has any."""
+    return file.with_name("tokenizer_config.json")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Path:

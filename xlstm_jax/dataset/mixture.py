@@ -1,6 +1,7 @@
 """Documents of several sources, in proportion to weights."""
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,12 +23,17 @@ class WeightSchedule:
         weights: Sequence[float | int] | None = None,
         at_steps: Mapping[int, Sequence[float | int]] | None = None,
     ):
-        stages = {0: weights or [1.0] * num_sources, **{int(step): row for step, row in (at_steps or {}).items()}}
+        stages = {0: [1.0] * num_sources if weights is None else weights}
+        for step, row in (at_steps or {}).items():
+            if int(step) < 1:
+                raise ValueError(f"Weights are given for step {step}, but can change from step 1 on.")
+            stages[int(step)] = row
         for step, row in stages.items():
-            if step < 0 or len(row) != num_sources or min(row) < 0 or not sum(row) > 0:
+            is_valid = len(row) == num_sources and min(row) >= 0 and 0 < sum(row) < math.inf
+            if not is_valid:
                 raise ValueError(
-                    f"The weights from step {step} on are {list(row)}, but must be {num_sources} numbers that are not "
-                    "negative and not all 0, for a step that is not negative."
+                    f"The weights from step {step} on are {list(row)}, but must be {num_sources} numbers that are "
+                    "finite, not negative and not all 0."
                 )
         self._steps = sorted(stages)
         self._shares = [[weight / sum(stages[step]) for weight in stages[step]] for step in self._steps]

@@ -116,7 +116,7 @@ class MultiHostDataLoadIterator:
             raise StopIteration
         self._is_mid_epoch = False
         try:
-            batch = self._next_batch()
+            batch = self._next_batch_of_epoch()
         except StopIteration:
             self._step = 0  # The epoch is over: a state of now is not in the middle of one.
             raise
@@ -126,6 +126,22 @@ class MultiHostDataLoadIterator:
     def get_statistics(self) -> dict[str, float]:
         """Return what the loader tells of its data, if it does: prefetched batches are counted already."""
         return self.dataloader.get_statistics() if hasattr(self.dataloader, "get_statistics") else {}  # pyright: ignore[reportAttributeAccessIssue]
+
+    def close(self) -> None:
+        """End the thread and the processes that prepare batches."""
+        if self._prefetcher is not None:
+            self._prefetcher.stop()
+        if hasattr(self.dataloader, "close"):
+            self.dataloader.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _next_batch_of_epoch(self) -> PyTree:
+        """Return the next batch; where the loader had just ended when an epoch begins, the epoch begins after that."""
+        try:
+            return self._next_batch()
+        except StopIteration:
+            if self._step > 0:
+                raise
+        return self._next_batch()
 
     def _next_batch(self) -> PyTree:
         if self._prefetcher is None:

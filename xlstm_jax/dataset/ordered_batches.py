@@ -39,7 +39,7 @@ class BatchOrder:
     """Go through the documents again and again without a border; otherwise a pass ends with padded rows."""
     stops_after_pass: bool = False
     """Let an endless iterator stop once it has gone through all sources again; it goes on if it is asked."""
-    bos_token_id: int = 0
+    first_input: int = 0
     """The first input of a document."""
 
     def create_packing(self) -> Packing:
@@ -87,7 +87,9 @@ class OrderedBatches(Iterator[LLMBatch]):
             "is_endless": order.is_endless,
             **(description or {}),
         }
-        self._pool = WorkerPool(ReadDocuments(sources), num_workers)
+        # One worker may use threads; several would get in each other's way.
+        environment = {"TOKENIZERS_PARALLELISM": "false"} if num_workers > 1 else {}
+        self._pool = WorkerPool(ReadDocuments(sources), num_workers, environment)
         self._streams = [DocumentStream(sources, index, self._pool) for index in range(len(sources))]
         self._begin()
 
@@ -96,14 +98,15 @@ class OrderedBatches(Iterator[LLMBatch]):
         self._packing = self._order.create_packing()
         self._step = 0
         self._pass = 0
+        self._epoch_begin = [0] * len(self._sources)
         self._counts = np.zeros(3, np.int64)
 
     def __iter__(self) -> "OrderedBatches":
         return self
 
     def __next__(self) -> LLMBatch:
-        if self._order.stops_after_pass and self._num_passes() > self._pass:
-            self._pass = self._num_passes()
+        if self._order.stops_after_pass and self._has_gone_through_all():
+            self._begin_epoch()
             raise StopIteration
         limit = None if self._order.is_endless else (self._pass + 1) * len(self._sources[0].documents)
         num_rows = self._order.num_rows(self._step)
@@ -115,16 +118,25 @@ class OrderedBatches(Iterator[LLMBatch]):
         sizes = [piece.stop - piece.start for row in rows for piece in row]
         self._counts += (num_rows, len(sizes), sum(sizes))
         own = [rows[index] for index in self._own_rows(num_rows)]
-        return make_batch(own, self._order.length, self._order.bos_token_id, self._packing.continues)
+        return make_batch(own, self._order.length, self._order.first_input)
 
-    def _num_passes(self) -> int:
-        """Return how often all sources have been gone through."""
-        shares = self._weights(self._step)
-        return min(
-            stream.position // len(source.documents)
-            for stream, source, share in zip(self._streams, self._sources, shares, strict=True)
+    def _has_gone_through_all(self) -> bool:
+        """Tell whether every source that has a share has been gone through since the epoch began."""
+        return all(
+            stream.position - begin >= len(source.documents)
+            for source, stream, begin, share in self._by_source(self._epoch_begin, self._weights(self._step))
             if share
         )
+
+    def _begin_epoch(self) -> None:
+        """Let each source begin with the pass that it is in; one that has not been gone through goes on."""
+        self._epoch_begin = [
+            begin + (stream.position - begin) // len(source.documents) * len(source.documents)
+            for source, stream, begin in self._by_source(self._epoch_begin)
+        ]
+
+    def _by_source(self, *values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        return zip(self._sources, self._streams, *values, strict=True)
 
     def get_state(self) -> dict[str, Any]:
         """Return where the iterator stands, for JSON; it is the same in every process."""
@@ -132,6 +144,7 @@ class OrderedBatches(Iterator[LLMBatch]):
             "data": self._description,
             "step": self._step,
             "pass": self._pass,
+            "epoch_begin": self._epoch_begin,
             "counts": self._counts.tolist(),
             "mixture": self._mixture.get_state(),
             "packing": self._packing.get_state(),
@@ -162,7 +175,7 @@ class OrderedBatches(Iterator[LLMBatch]):
         self._begin()
         self._packing.set_state(state["packing"], lambda source, position: found[source, position])
         self._mixture.set_state(state["mixture"])
-        self._step, self._pass = state["step"], state["pass"]
+        self._step, self._pass, self._epoch_begin = state["step"], state["pass"], state["epoch_begin"]
         self._counts = np.array(state["counts"], np.int64)
 
     def get_statistics(self) -> dict[str, float]:
@@ -172,10 +185,10 @@ class OrderedBatches(Iterator[LLMBatch]):
             "utilization": num_tokens / max(num_rows * self._order.length, 1),
             "documents_per_row": num_pieces / max(num_rows, 1),
         }
-        for source, stream in zip(self._sources, self._streams, strict=True):
+        for source, stream in self._by_source():
             suffix = f"_{source.name}" if len(self._sources) > 1 else ""
             statistics[f"epochs{suffix}"] = stream.position / len(source.documents)
-            statistics[f"skipped{suffix}"] = float(stream.num_skipped)
+            statistics[f"skipped{suffix}"] = float(source.num_left_out + stream.num_skipped)
         return statistics
 
     def close(self) -> None:

@@ -1,32 +1,18 @@
 """From data configs to batches in an order that is a function of the seed and the step alone."""
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import jax
 from jax.sharding import Mesh
 
-from xlstm_jax.dataset.configs import (
-    GrainArrayRecordsDataConfig,
-    HFHubDataConfig,
-    StandardLibraryDataConfig,
-    TextDataConfig,
-    TextFilesDataConfig,
-)
-from xlstm_jax.dataset.document_stream import Documents, Source
+from xlstm_jax.dataset.configs import GrainArrayRecordsDataConfig, TextDataConfig
+from xlstm_jax.dataset.document_stream import Source
 from xlstm_jax.dataset.grain_batch_rampup import create_batch_rampup_schedule
 from xlstm_jax.dataset.mixture import WeightSchedule
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator, rows_of_process
 from xlstm_jax.dataset.ordered_batches import BatchOrder, OrderedBatches
-from xlstm_jax.dataset.record_files import load_huggingface_dataset
-from xlstm_jax.dataset.standard_library import load_standard_library, yardsticks
-from xlstm_jax.dataset.text_documents import ColumnTexts, EncodedTexts, RecordTexts, Texts
-from xlstm_jax.dataset.text_encoder import TextEncoder
-from xlstm_jax.dataset.text_files import TextFiles
-from xlstm_jax.dataset.text_store import TextStore
-from xlstm_jax.dataset.token_shards import TokenShards, open_records
-
-LOGGER = logging.getLogger(__name__)
+from xlstm_jax.dataset.source_opening import first_input, open_source, tokenizer_digest
 
 _SHARED = (
     *("global_batch_size", "max_target_length", "packing_name", "grain_packing_bin_count"),
@@ -56,7 +42,12 @@ def make_ordered_iterator(
     """
     _check_configs(configs)
     config = configs[0]
-    sources = [_make_source(each, each.name or str(index)) for index, each in enumerate(configs)]
+    # One of several processes that leaves out what the others can read would no longer agree with them.
+    is_alone = {device.process_index for device in global_mesh.devices.flat} == {jax.process_index()}
+    sources = [
+        open_source(each, name, skips_unreadable=is_alone) for each, name in zip(configs, _names(configs), strict=True)
+    ]
+    _check_sources(configs, sources)
     schedule = WeightSchedule(len(sources), weights, weights_at_steps)
     is_endless = len(configs) > 1 or config.drop_remainder
     length = _epoch_length(config, sources, schedule(0)) if is_endless else None
@@ -70,7 +61,7 @@ def make_ordered_iterator(
             weights=schedule,
             is_endless=is_endless,
             stops_after_pass=is_endless and length is None,
-            bos_token_id=_first_input(config, sources[0]),
+            first_input=first_input(config, sources[0]),
         ),
         own_rows=lambda num_rows: rows_of_process(global_mesh, num_rows),
         num_workers=max(map(_num_workers, configs)),
@@ -89,88 +80,33 @@ def make_ordered_iterator(
     )
 
 
-def open_documents(config: TextDataConfig) -> Documents:
-    """Open the documents of a data set, which are tokenised as they are read if they are not on disk as tokens."""
-    if isinstance(config, GrainArrayRecordsDataConfig) and not config.tokenize_data:
-        return TokenShards(config.data_path / config.split)
-    return EncodedTexts(_open_texts(config), _make_encoder(config))
-
-
-def _open_texts(config: TextDataConfig) -> Texts:
-    match config:
-        case GrainArrayRecordsDataConfig():
-            return RecordTexts(open_records(config.data_path / config.split))
-        case HFHubDataConfig():
-            return ColumnTexts(load_huggingface_dataset(config), config.data_column)
-        case TextFilesDataConfig():
-            files = TextFiles(
-                str(config.data_path),
-                column=config.data_column,
-                on_bad_data=config.on_bad_data,
-                max_document_bytes=config.max_document_bytes,
-            )
-            return TextStore.build(files)
-        case StandardLibraryDataConfig():
-            return TextStore.build(_read_standard_library(config.split))
-    raise ValueError(f"A {type(config).__name__} does not say where its documents are: use a config that does.")
-
-
-def _read_standard_library(split: str) -> list[str]:
-    """Return the files of a split, and say which corpus they are from and what a model has to beat on them."""
-    corpus = load_standard_library()
-    LOGGER.info("%s", corpus.describe())
-    if split == "train":
-        documents = corpus.train
-    else:
-        documents = corpus.validation
-        reached = ", ".join(f"{name} {bits:.3f}" for name, bits in yardsticks(documents).items())
-        LOGGER.info("Bits per byte on all validation files: %s.", reached)
-    return [document.content.decode("utf-8", "replace") for document in documents]
-
-
-def _make_source(config: TextDataConfig, name: str) -> Source:
-    documents = open_documents(config)
-    return Source(
-        documents,
-        shuffle_seed=config.data_shuffle_seed if config.shuffle_data else None,
-        eod_token_id=_end_of_document(config, documents) if config.add_eod else None,
-        on_bad_data=config.on_bad_data,
-        name=name,
-    )
-
-
-def _make_encoder(config: TextDataConfig) -> TextEncoder:
-    return TextEncoder(
-        config.tokenizer_path, config.add_bos, config.add_eos, config.hf_access_token, config.hf_cache_dir
-    )
-
-
-def _end_of_document(config: TextDataConfig, documents: Documents) -> int:
-    if not isinstance(documents, TokenShards) or documents.manifest is None:
-        return _make_encoder(config).eod_token_id
-    token = documents.manifest.eod_token_id
-    if token is None:
-        raise ValueError(f"The tokenizer that {documents.folder} was prepared with has no token to end documents with.")
-    return token
-
-
-def _first_input(config: TextDataConfig, source: Source) -> int:
-    """Return what a model sees before the first token of a document: the end of another one."""
-    return _end_of_document(config, source.documents) if source.eod_token_id is None else source.eod_token_id
-
-
 def _check_configs(configs: Sequence[TextDataConfig]) -> None:
     if not configs:
         raise ValueError("There is no data set: give at least one config.")
     if configs[0].max_target_length is None:
         raise ValueError("max_target_length is None, but rows need a length: set it.")
-    names = [config.name for config in configs if config.name is not None]
+    names = _names(configs)
     if len(set(names)) < len(names):
         raise ValueError(f"The data sets of a mixture must have different names, but they are called {names}.")
     for name in _SHARED:
         values = [getattr(config, name) for config in configs]
         if any(value != values[0] for value in values):
             raise ValueError(f"All data sets of a mixture must have the same {name}, but they have {values}.")
+
+
+def _check_sources(configs: Sequence[TextDataConfig], sources: Sequence[Source]) -> None:
+    digests = {tokenizer_digest(source.documents) for source in sources} - {None}
+    ends = {source.eod_token_id for source in sources}
+    if len(digests) > 1 or len(ends) > 1:
+        paths = [config.tokenizer_path for config in configs]
+        raise ValueError(
+            f"The data sets of a mixture must have the same tokens, but their tokenizers ({paths}, or those that they "
+            "were prepared with) or their ends of documents differ."
+        )
+
+
+def _names(configs: Sequence[TextDataConfig]) -> list[str]:
+    return [config.name or str(index) for index, config in enumerate(configs)]
 
 
 def _num_workers(config: TextDataConfig) -> int:

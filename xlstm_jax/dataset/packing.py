@@ -4,7 +4,7 @@ A row is a list of pieces of documents. Each token of a document is a target onc
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,6 +19,8 @@ class Piece(NamedTuple):
     document: Document
     start: int
     stop: int
+    origin: int
+    """Where positions are counted from: the first token that the model has seen of what it still remembers."""
 
 
 Row = list[Piece]
@@ -29,15 +31,12 @@ Find = Callable[[int, int], Document]
 
 
 PackingState = Mapping[str, list[list[list[int]]]]
-"""Rows by name, for JSON; a piece is its source, the position of its document there, its start and its stop."""
+"""Rows by name, for JSON; a piece is its source, the position of its document there, and its other fields."""
 
 
 @runtime_checkable
 class Packing(Protocol):
     """Fills rows with documents."""
-
-    continues: bool
-    """Whether a piece that does not begin its document goes on where the same row of the batch before has ended."""
 
     def fill(self, num_rows: int, draw: Draw) -> list[Row]:
         """Return the next rows; those for which there is no document are empty."""
@@ -56,13 +55,12 @@ class StreamPacking:
     """Every row is a stream without end: a document goes on in the next batch, where the row has ended in this one.
 
     A row takes a new document when it has room left. Only once there are no more documents is a row padded. Where a
-    batch has fewer rows than the one before, the documents of the last rows go on in the first ones that have room.
+    batch has fewer rows than the one before, the documents of the last rows go on in the first ones that have room, as
+    if they began there.
 
     Args:
         length: The number of tokens in a row.
     """
-
-    continues = True
 
     def __init__(self, length: int):
         self._length = length
@@ -71,7 +69,7 @@ class StreamPacking:
 
     def fill(self, num_rows: int, draw: Draw) -> list[Row]:
         """Return the next rows."""
-        self._homeless.extend(rest for rest in self._rest[num_rows:] if rest is not None)
+        self._homeless.extend(rest._replace(origin=rest.start) for rest in self._rest[num_rows:] if rest is not None)
         self._rest = [*self._rest[:num_rows], *[None] * (num_rows - len(self._rest))]
         return [self._fill_row(index, draw) for index in range(num_rows)]
 
@@ -91,7 +89,7 @@ class StreamPacking:
         if self._homeless:
             return self._homeless.popleft()
         document = draw()
-        return None if document is None else Piece(document, 0, len(document.tokens))
+        return None if document is None else _whole(document)
 
     def get_state(self) -> PackingState:
         """Return what is left of the document of each row."""
@@ -114,30 +112,34 @@ class FirstFitPacking:
         num_bins: How many rows are filled at a time; with 0, every piece has a row of its own.
     """
 
-    continues = False
-
     def __init__(self, length: int, num_bins: int):
         self._length = length
         self._bins: list[Row] = [[] for _ in range(num_bins)]
         self._room = np.full(num_bins, length)
         self._finished: deque[Row] = deque()
+        self._rest: Piece | None = None
 
     def fill(self, num_rows: int, draw: Draw) -> list[Row]:
         """Return the next rows."""
         while len(self._finished) < num_rows:
-            document = draw()
-            if document is None:
+            piece = self._next_piece(draw)
+            if piece is None:
                 self._finished.extend(row for row in self._bins if row)
                 self._set_bins([[] for _ in self._bins])
                 break
-            for piece in self._cut(document):
-                self._place(piece)
+            self._place(piece)
         return [self._finished.popleft() if self._finished else [] for _ in range(num_rows)]
 
-    def _cut(self, document: Document) -> Iterator[Piece]:
-        size = len(document.tokens)
-        for start in range(0, size, self._length):
-            yield Piece(document, start, min(start + self._length, size))
+    def _next_piece(self, draw: Draw) -> Piece | None:
+        if self._rest is None:
+            document = draw()
+            if document is None:
+                return None
+            self._rest = _whole(document)
+        rest = self._rest
+        stop = min(rest.start + self._length, rest.stop)
+        self._rest = rest._replace(start=stop) if stop < rest.stop else None
+        return rest._replace(stop=stop, origin=rest.start)
 
     def _place(self, piece: Piece) -> None:
         size = piece.stop - piece.start
@@ -158,40 +160,42 @@ class FirstFitPacking:
         self._room = np.array([self._length - sum(piece.stop - piece.start for piece in row) for row in bins])
 
     def get_state(self) -> PackingState:
-        """Return the rows that are being filled, and those that are finished but have not been asked for."""
-        return {"bins": _describe(self._bins), "finished": _describe(self._finished)}
+        """Return the rows that are being filled, those that are finished, and what is left of a document."""
+        rest = [[] if self._rest is None else [self._rest]]
+        return {"bins": _describe(self._bins), "finished": _describe(self._finished), "rest": _describe(rest)}
 
     def set_state(self, state: PackingState, find: Find) -> None:
         """Take up these rows."""
         self._set_bins(_find_rows(state["bins"], find))
         self._finished = deque(_find_rows(state["finished"], find))
+        (rest,) = _find_rows(state["rest"], find)
+        self._rest = rest[0] if rest else None
 
 
-def make_batch(rows: Sequence[Row], length: int, bos_token_id: int, continues: bool) -> LLMBatch:
+def make_batch(rows: Sequence[Row], length: int, first_input: int) -> LLMBatch:
     """Write rows as a batch of NumPy arrays.
 
-    The input before a target is the token before it in its document, or `bos_token_id` if there is none: no token of
+    The input before a target is the token before it in its document, or `first_input` if there is none: no token of
     one document is an input of another.
 
     Args:
         rows: The rows.
         length: The number of tokens in a row.
-        bos_token_id: The first input of a document.
-        continues: Let the positions of a piece count on from the beginning of its document, not of the piece.
+        first_input: The first input of a document.
     """
     inputs, targets, segmentation, position = np.zeros((4, len(rows), length), np.int32)
     count = np.arange(length, dtype=np.int32)
     for index, row in enumerate(rows):
         begin = 0
-        for number, (document, start, stop) in enumerate(row, 1):
+        for number, (document, start, stop, origin) in enumerate(row, 1):
             size = stop - start
             end = begin + size
             tokens = document.tokens
             targets[index, begin:end] = tokens[start:stop]
-            inputs[index, begin] = tokens[start - 1] if start else bos_token_id
+            inputs[index, begin] = tokens[start - 1] if start else first_input
             inputs[index, begin + 1 : end] = tokens[start : stop - 1]
             segmentation[index, begin:end] = number
-            position[index, begin:end] = count[:size] + start if continues and start else count[:size]
+            position[index, begin:end] = count[:size] + (start - origin)
             begin = end
     return LLMBatch(
         inputs=inputs,
@@ -204,8 +208,12 @@ def make_batch(rows: Sequence[Row], length: int, bos_token_id: int, continues: b
 
 
 def _describe(rows: Iterable[Row]) -> list[list[list[int]]]:
-    return [[[document.source, document.position, start, stop] for document, start, stop in row] for row in rows]
+    return [[[piece.document.source, piece.document.position, *piece[1:]] for piece in row] for row in rows]
 
 
 def _find_rows(rows: list[list[list[int]]], find: Find) -> list[Row]:
-    return [[Piece(find(source, position), start, stop) for source, position, start, stop in row] for row in rows]
+    return [[Piece(find(source, position), *rest) for source, position, *rest in row] for row in rows]
+
+
+def _whole(document: Document) -> Piece:
+    return Piece(document, 0, len(document.tokens), 0)

@@ -44,9 +44,9 @@ class Prefetcher:
     def stop(self) -> None:
         """End the thread, and forget the results that nobody has asked for."""
         self._stopped.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-            self._thread = None
+        self._thread = None
 
     def _start(self) -> None:
         self._stopped = threading.Event()

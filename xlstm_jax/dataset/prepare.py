@@ -7,15 +7,17 @@ the same command goes on where another one was stopped or killed.
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,17 @@ from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER, train_tokenizer
 from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.text_files import BEGINNING, BadDataPolicy, BadDocument, OnBadData, Position
 from xlstm_jax.dataset.text_sources import Split, open_splits
-from xlstm_jax.dataset.text_store import TextStore
+from xlstm_jax.dataset.text_store import TextStore, lock
 from xlstm_jax.dataset.token_shards import (
     MANIFEST_FILE,
     SHARD_SUFFIX,
     Manifest,
     Shard,
+    find_damage,
     find_problem,
     find_shards,
     read_manifest,
+    shard_number,
     write_manifest,
     write_shard,
 )
@@ -46,9 +50,12 @@ _USUAL_NUM_SHARDS = 256
 _USUAL_SHARD_MEGABYTES = (16, 512)
 """The least and the most text in a shard, unless another amount is asked for."""
 _MAX_SHARD_DOCUMENTS = 2**20
-_BATCH_BYTES = _MEGABYTE
+_BATCH_CHARACTERS = 2**20
 """How much text a worker tokenises at a time."""
+_LOCK_FILE = ".prepare.lock"
+_TOKENIZER_FOLDER = "tokenizer"
 _TRAINED_ON_FILE = "trained_on.json"
+_TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", _TRAINED_ON_FILE}
 _WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
 """Each worker has a core: threads of tokenizers would only get in each other's way."""
 
@@ -70,6 +77,7 @@ def prepare(
     shard_megabytes: float | int | None = None,
     num_workers: int | None = None,
     overwrite: bool = False,
+    verify: bool = False,
 ) -> dict[str, Manifest]:
     """Tokenise documents and write them to `<output>/<split>`, or go on with that.
 
@@ -93,6 +101,8 @@ def prepare(
         shard_megabytes: How much text goes into a shard; by default, so much that there are about 256 shards.
         num_workers: The number of processes that tokenise; by default, one for each core; 0 to do it in this one.
         overwrite: Replace what was prepared otherwise, which is an error by default.
+        verify: Read all shards that are there already, and write those anew that are not what the manifest says; by
+            default, only those that are missing or have another size.
 
     Returns:
         The manifest of each split.
@@ -102,9 +112,8 @@ def prepare(
     """
     paths = [os.fspath(path) for path in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
     output = Path(output)
-    for path in paths:
-        if Path(path).is_dir() and Path(path).resolve() in (output.resolve(), *output.resolve().parents):
-            raise ValueError(f"The output {output} lies in the source {path}, and would be read as text: move it.")
+    if num_workers is not None and num_workers < 0:
+        raise ValueError(f"num_workers is {num_workers}, but must be 0 or more.")
     splits = open_splits(
         paths,
         split=split,
@@ -113,21 +122,58 @@ def prepare(
         on_bad_data=on_bad_data,
         max_document_bytes=max_document_bytes,
     )
-    if train_vocab_size is not None:
-        if tokenizer_path != BYTE_TOKENIZER:
+    if train_vocab_size is not None and tokenizer_path != BYTE_TOKENIZER:
+        raise ValueError(f"A tokenizer is to be trained, but there is one: {tokenizer_path}. Leave one of them out.")
+    shard_bytes = None if shard_megabytes is None else _count_bytes("shard_megabytes", shard_megabytes)
+    train_bytes = _count_bytes("train_megabytes", train_megabytes)
+    _check_apart(splits, output)
+    with _locked(output):
+        if train_vocab_size is not None:
+            tokenizer_path = output / _TOKENIZER_FOLDER
+            _train_tokenizer(tokenizer_path, splits[0], train_vocab_size, train_bytes, overwrite)
+        job = _Job(
+            encoder=TextEncoder(str(tokenizer_path), add_bos, add_eos),
+            on_bad_data=on_bad_data,
+            shard_bytes=shard_bytes,
+            num_workers=_num_cores() if num_workers is None else num_workers,
+            overwrite=overwrite,
+            verify=verify,
+        )
+        return {part.name: _prepare_split(part, output / part.name, job) for part in splits}
+
+
+def _count_bytes(name: str, megabytes: float | int) -> int:
+    if not 1 <= megabytes * _MEGABYTE < math.inf:
+        raise ValueError(f"{name} is {megabytes}, but must be a number that makes at least one byte.")
+    return int(megabytes * _MEGABYTE)
+
+
+def _check_apart(splits: Sequence[Split], output: Path) -> None:
+    """Refuse to read what is written here, and to write over what is read."""
+    around = {output.resolve(), *output.resolve().parents}
+    written = {(output / name).resolve() for name in (*(split.name for split in splits), _TOKENIZER_FOLDER)}
+    resolve_folder = functools.cache(Path.resolve)
+    for location in {location for split in splits for location in split.source.locations}:
+        is_plain = location.name not in ("", "..") and not location.is_symlink()
+        resolved = resolve_folder(location.parent) / location.name if is_plain else location.resolve()
+        if resolved in around and resolved.is_dir():
+            raise ValueError(f"The output {output} lies in the source {location}, and would be read as text: move it.")
+        if written & {resolved, *resolved.parents}:
+            raise ValueError(f"The source {location} lies where the output {output} is written: choose another folder.")
+
+
+@contextlib.contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Let nobody else prepare anything in a folder meanwhile, where the file system knows locks."""
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / _LOCK_FILE, "wb") as file:
+        try:
+            lock(file.fileno())
+        except BlockingIOError as error:
             raise ValueError(
-                f"A tokenizer is to be trained, but there is one: {tokenizer_path}. Leave one of them out."
-            )
-        tokenizer_path = output / "tokenizer"
-        _train_tokenizer(tokenizer_path, splits[0], train_vocab_size, int(train_megabytes * _MEGABYTE), overwrite)
-    job = _Job(
-        encoder=TextEncoder(str(tokenizer_path), add_bos, add_eos),
-        on_bad_data=on_bad_data,
-        shard_bytes=None if shard_megabytes is None else int(shard_megabytes * _MEGABYTE),
-        num_workers=_num_cores() if num_workers is None else num_workers,
-        overwrite=overwrite,
-    )
-    return {part.name: _prepare_split(part, output / part.name, job) for part in splits}
+                f"Another prepare works in {output}: wait until it has ended, or choose another folder."
+            ) from error
+        yield
 
 
 def _train_tokenizer(folder: Path, split: Split, vocab_size: int, num_bytes: int, overwrite: bool) -> None:
@@ -140,6 +186,11 @@ def _train_tokenizer(folder: Path, split: Split, vocab_size: int, num_bytes: int
             return
         if not overwrite:
             raise _prepared_otherwise(folder, _find_differences(earlier, facts), f"use it with --tokenizer {folder}")
+        unknown = sorted({file.name for file in folder.iterdir()} - _TOKENIZER_FILES)
+        if unknown or not earlier:
+            raise ValueError(
+                f"{folder} is not only what a training has written: move {', '.join(unknown) or 'it'} away."
+            )
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     train_tokenizer(split.sample(num_bytes), vocab_size, temporary)
@@ -157,6 +208,7 @@ class _Job:
     shard_bytes: int | None
     num_workers: int
     overwrite: bool
+    verify: bool
 
 
 def _prepare_split(split: Split, folder: Path, job: _Job) -> Manifest:
@@ -173,16 +225,18 @@ def _prepare_split(split: Split, folder: Path, job: _Job) -> Manifest:
     )
     folder.mkdir(parents=True, exist_ok=True)
     manifest = _go_on_from(folder, manifest, job.overwrite)
-    if manifest.is_complete and not any(find_problem(folder, shard) for shard in manifest.shards):
+    check = find_damage if job.verify else find_problem
+    wrong = {index for index, shard in enumerate(manifest.shards) if check(folder, shard)}
+    if manifest.is_complete and not wrong:
         return manifest
-    groups = _gather_unfinished(split, folder, manifest, shard_bytes)
+    groups = _gather_unfinished(split, folder, manifest, wrong, shard_bytes)
     tokenize = _ShardTokenizer(job.encoder, job.on_bad_data)
     in_work: collections.deque[_Group] = collections.deque()
 
     def tasks() -> Iterator[tuple[Path, TextStore]]:
         for group in groups:
             in_work.append(group)
-            yield folder / f"{split.name}_{group.index:06}{SHARD_SUFFIX}", group.texts
+            yield folder / _shard_name(split.name, group.index), group.texts
 
     with (
         WorkerPool(tokenize, job.num_workers, environment=_WORKER_ENVIRONMENT) as pool,
@@ -224,22 +278,22 @@ class _Gatherer:
     """
 
     def __init__(self, split: Split, folder: Path, shard_bytes: int, start: Position, index: int):
-        self._source = split.source
+        self._split = split
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._index = index
-        self._source.skipped.clear()
+        split.take_skipped()
         self._documents = split.documents(start)
         self._upcoming = next(self._documents, None)
         if start != BEGINNING:  # What was left out on the way belongs to the group before.
-            self._source.skipped.clear()
+            split.take_skipped()
 
     def __iter__(self) -> Iterator[_Group]:
         while self._upcoming is not None:
             texts = TextStore.build(self._take(), self._folder)
             next_position = self._upcoming[0] if self._upcoming else None
-            yield _Group(self._index, texts, dict(self._source.skipped), next_position, self._source.num_bytes_read)
-            self._source.skipped.clear()
+            num_bytes_read = self._split.source.num_bytes_read
+            yield _Group(self._index, texts, self._split.take_skipped(), next_position, num_bytes_read)
             self._index += 1
 
     def _take(self) -> Iterator[str]:
@@ -252,11 +306,13 @@ class _Gatherer:
             self._upcoming = next(self._documents, None)
 
 
-def _gather_unfinished(split: Split, folder: Path, manifest: Manifest, shard_bytes: int) -> Iterator[_Group]:
-    """Yield the groups of shards that are missing or damaged, then of those that have never been written."""
+def _gather_unfinished(
+    split: Split, folder: Path, manifest: Manifest, wrong: Collection[int], shard_bytes: int
+) -> Iterator[_Group]:
+    """Yield the groups of the shards with these numbers, then of those that have never been written."""
     start: Position | None = BEGINNING
     for index, shard in enumerate(manifest.shards):
-        if start is not None and find_problem(folder, shard):
+        if start is not None and index in wrong:
             yield next(iter(_Gatherer(split, folder, shard_bytes, start, index)))
         start = shard.next_position
     if start is not None:
@@ -291,7 +347,7 @@ def _batches(texts: TextStore) -> Iterator[list[str]]:
     for index in range(len(texts)):
         batch += texts.read([index])
         num_characters += len(batch[-1])
-        if num_characters >= _BATCH_BYTES:
+        if num_characters >= _BATCH_CHARACTERS:
             yield batch
             batch, num_characters = [], 0
     yield batch
@@ -300,19 +356,35 @@ def _batches(texts: TextStore) -> Iterator[list[str]]:
 def _go_on_from(folder: Path, manifest: Manifest, overwrite: bool) -> Manifest:
     """Return what has been prepared so far in the way that a manifest says; begin anew if it was in another way."""
     earlier = read_manifest(folder)
-    shards = find_shards(folder)
-    if earlier is not None or shards:
-        facts = {} if earlier is None else _facts(earlier)
-        differences = _find_differences(facts, _facts(manifest))
-        if earlier is not None and not differences:
+    if earlier is not None:
+        differences = _find_differences(_facts(earlier), _facts(manifest))
+        if not differences:
             return earlier
         if not overwrite:
             raise _prepared_otherwise(folder, differences, "choose another folder")
+    shards = find_shards(folder)
+    unknown = [file.name for file in shards if earlier is None or not _has_written(earlier, file)]
+    if unknown:
+        raise ValueError(f"{folder} has shards of others: move {', '.join(unknown)} away, or choose another folder.")
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
-    for file in (*shards, *folder.glob(".*.tmp")):
+    for file in (*shards, *folder.glob(f".*{SHARD_SUFFIX}.tmp"), *folder.glob(f".{MANIFEST_FILE}.tmp")):
         file.unlink()
     write_manifest(folder, manifest)
     return manifest
+
+
+def _has_written(manifest: Manifest, file: Path) -> bool:
+    """Whether a manifest names a shard, or will: workers write some shards ahead of it."""
+    if file.name in {shard.file for shard in manifest.shards}:
+        return True
+    index = shard_number(file)
+    if index is None or index < len(manifest.shards) or manifest.is_complete:
+        return False
+    return file.name == _shard_name(manifest.source.get("split", ""), index)
+
+
+def _shard_name(split: str, index: int) -> str:
+    return f"{split}_{index:06}{SHARD_SUFFIX}"
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
@@ -451,6 +523,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many processes tokenise; by default, one for each core",
     )
     add("--overwrite", action="store_true", help="replace what was prepared otherwise")
+    add("--verify", action="store_true", help="read all shards that are there, and write those anew that are damaged")
 
 
 def run(args: argparse.Namespace) -> int:

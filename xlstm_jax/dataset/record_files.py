@@ -1,12 +1,13 @@
 """Data sets that others have written: ArrayRecord files, and what the library `datasets` reads."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grain
 
 from xlstm_jax.dataset.configs import HFHubDataConfig
+from xlstm_jax.dataset.text_documents import is_saved_dataset
+from xlstm_jax.dataset.token_shards import find_shards, shard_number
 
 if TYPE_CHECKING:
     import datasets
@@ -27,9 +28,11 @@ def load_array_record_dataset(
     folder = Path(dataset_path)
     if not folder.is_dir():
         raise ValueError(f"There is no folder {folder}, to read files *_NNNNNN{file_extension} from.")
-    files = sorted(folder.glob(f"*{file_extension}"), key=lambda file: (_shard_number(file, file_extension), file.name))
+    files = find_shards(folder, file_extension)
     if not files:
         raise ValueError(f"The folder {folder} has no files *_NNNNNN{file_extension}.")
+    if shard_number(files[0], file_extension) is None:
+        raise ValueError(f"The name of {files[0]} must end with the number of its shard, *_NNNNNN{file_extension}.")
     return grain.sources.ArrayRecordDataSource([str(file) for file in files])
 
 
@@ -40,7 +43,7 @@ def load_huggingface_dataset(config: HFHubDataConfig) -> "datasets.Dataset":
     except ImportError as error:
         raise ImportError(f'The data set {config.hf_path} needs datasets: pip install "xlstm_jax[hf]".') from error
     path = str(config.hf_path)
-    if any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    if is_saved_dataset(path):
         loaded = datasets.load_from_disk(path)
         if isinstance(loaded, datasets.DatasetDict) and config.split in loaded:
             loaded = loaded[config.split]
@@ -59,10 +62,3 @@ def load_huggingface_dataset(config: HFHubDataConfig) -> "datasets.Dataset":
             f"split is {config.split!r}, but must be one of those of {path}: {', '.join(map(str, loaded))}."
         )
     return loaded
-
-
-def _shard_number(file: Path, file_extension: str) -> int:
-    match = re.search(r"_(\d+)$", file.name.removesuffix(file_extension))
-    if match is None:
-        raise ValueError(f"The name of {file} must end with the number of its shard, *_NNNNNN{file_extension}.")
-    return int(match[1])

@@ -67,7 +67,7 @@ class TaskBatches(Iterator[LLMBatch]):
 
     def _describe(self) -> dict[str, Any]:
         names = ("task", "min_length", "max_length", "global_batch_size", "data_shuffle_seed")
-        return {name: getattr(self._config, name) for name in names}
+        return {**{name: getattr(self._config, name) for name in names}, "length": self._length}
 
 
 def make_task_iterator(config: FormalTaskDataConfig, global_mesh: Mesh) -> MultiHostDataLoadIterator:

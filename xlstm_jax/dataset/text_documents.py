@@ -3,12 +3,16 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.token_shards import RecordShards
+
+_SAMPLE = 256
+"""How many rows of a data set tell it from others."""
 
 
 @runtime_checkable
@@ -48,11 +52,18 @@ class EncodedTexts:
 
     def read(self, indices: Sequence[int]) -> list[np.ndarray]:
         """Return the tokens of some documents."""
-        return self._encoder(self._texts.read(indices))
+        texts = self._texts.read(indices)
+        # Of an empty text, special tokens would be all that there is to learn.
+        return [tokens if text else tokens[:0] for text, tokens in zip(texts, self._encoder(texts), strict=True)]
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """What the tokenizer is known by."""
+        return self._encoder.digest
 
     def describe(self) -> dict[str, Any]:
         """Return by what these documents are told from others."""
-        return {"documents": len(self), "texts": self._texts.digest, "tokenizer": self._encoder.digest}
+        return {"documents": len(self), "texts": self._texts.digest, "tokenizer": self.tokenizer_digest}
 
 
 class RecordTexts:
@@ -74,14 +85,13 @@ class RecordTexts:
         records = self._records.read_records(indices)
         return [self._decode(index, record) for index, record in zip(indices, records, strict=True)]
 
-    @staticmethod
-    def _decode(index: int, record: bytes) -> str:
+    def _decode(self, index: int, record: bytes) -> str:
         try:
             return record.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(
-                f'Record {index} is no UTF-8 text ({error}): take it out, set on_bad_data="skip", or, if the records '
-                "are tokens, tokenize_data=False."
+                f"The {self._records.locate(index)} is no UTF-8 text ({error}): take it out, set "
+                'on_bad_data="skip", or, if the records are tokens, tokenize_data=False.'
             ) from error
 
 
@@ -98,8 +108,9 @@ class ColumnTexts:
             raise ValueError(f"There is no column {column!r}, only {', '.join(dataset.column_names)}: set data_column.")
         self._dataset = dataset.select_columns([column])
         self._column = column
-        ends = self._dataset[[0, len(dataset) - 1]][column] if len(dataset) else []  # where it lies does not matter
-        self.digest = hashlib.sha256(json.dumps([len(dataset), column, ends]).encode()).hexdigest()
+        # All of it may be too much to read: some of it tells most sets apart, wherever they are stored.
+        rows = np.linspace(0, len(dataset) - 1, num=_SAMPLE, dtype=int).tolist() if len(dataset) else []
+        self.digest = hashlib.sha256(repr([len(dataset), self._dataset[rows][column]]).encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -114,3 +125,8 @@ class ColumnTexts:
                     'data_column, or on_bad_data="skip" to leave such rows out.'
                 )
         return texts
+
+
+def is_saved_dataset(path: str) -> bool:
+    """Return whether a path is a folder that `save_to_disk` of a data set has written."""
+    return any(Path(path, file).is_file() for file in ("dataset_dict.json", "state.json"))

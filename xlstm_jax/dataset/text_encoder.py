@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
-from xlstm_jax.dataset.light_tokenizers import LightTokenizer, tokenizer_file
+from xlstm_jax.dataset.light_tokenizers import LightTokenizer, config_file, tokenizer_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,9 @@ class TextEncoder:
     def _rules(self) -> Any:
         file = tokenizer_file(self.tokenizer_path)
         if file is not None:
-            rules = json.loads(file.read_text(encoding="utf-8"))
+            config = config_file(file)
+            options = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+            rules = {**json.loads(file.read_text(encoding="utf-8")), "config": options}
         elif isinstance(self.tokenizer, LightTokenizer):
             return type(self.tokenizer).__name__
         elif hasattr(self.tokenizer, "backend_tokenizer"):

@@ -27,6 +27,9 @@ _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "pyarrow"}
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET_ROWS = 256
 """How many rows are read at a time."""
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 16
+"""How many places of a file are looked at to tell it from others."""
 _SHORTEST_DOCUMENT = 4
 """The largest number of bytes that a character has in UTF-8: no cut is shorter."""
 
@@ -83,7 +86,7 @@ class TextFiles:
             longer still; the documents together are the text. `None` for no cuts.
 
     Raises:
-        ValueError: There is no file.
+        ValueError: There is no file, or a path names something that is neither a file nor a folder.
     """
 
     def __init__(
@@ -120,6 +123,11 @@ class TextFiles:
         """How many bytes of the files lie behind the last document."""
         return self._bytes_of_read_files + (self._open_file.tell() if self._open_file else 0)
 
+    @property
+    def locations(self) -> list[Path]:
+        """The files and folders that were asked for, and all files that were found there."""
+        return [*(Path(match) for path in self._paths for match in _find_matches(path)), *self.files]
+
     def __iter__(self) -> Iterator[str]:
         self.skipped.clear()
         for _, text in self.documents():
@@ -151,13 +159,18 @@ class TextFiles:
                         break
 
     def describe(self) -> dict[str, Any]:
-        """Return, for JSON, what decides on the documents, as far as that can be said without reading the files."""
-        sizes = [f"{file.name}\0{size}\0" for file, size in zip(self.files, self._sizes, strict=True)]
+        """Return, for JSON, what decides on the documents, as far as names, sizes and samples of the files say."""
+        sha256 = hashlib.sha256()
+        for file, size in zip(self.files, self._sizes, strict=True):
+            sha256.update(f"{file.name}\0{size}\0".encode(errors="surrogateescape"))
+            with contextlib.suppress(OSError):  # A file that cannot be read is a bad document.
+                for content in _read_samples(file, size):
+                    sha256.update(content)
         return {
             "paths": self._paths,
             "num_files": len(self.files),
             "num_bytes": self.num_bytes,
-            "sha256_of_names_and_sizes": hashlib.sha256("".join(sizes).encode()).hexdigest(),
+            "sha256_of_names_sizes_and_samples": sha256.hexdigest(),
             "column": self._column,
             "max_document_bytes": self._max_document_bytes,
         }
@@ -220,11 +233,27 @@ def check_text(value: object) -> str | BadDocument:
     return value
 
 
-def _find_files(path: str) -> list[Path]:
+def _read_samples(file: Path, size: int) -> Iterator[bytes]:
+    """Yield all of a small file; of a large one, its beginning, its end and parts between."""
+    last = max(size - _SAMPLE_BYTES, 0)
+    step = max(-(-last // (_NUM_SAMPLES - 1)), _SAMPLE_BYTES)
+    with open(file, "rb") as stream:
+        for start in (*range(0, last, step), last):
+            stream.seek(start)
+            yield stream.read(_SAMPLE_BYTES)
+
+
+def _find_matches(path: str) -> list[str]:
     path = os.path.expanduser(path)
-    matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+    return [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+
+
+def _find_files(path: str) -> list[Path]:
+    matches = _find_matches(path)
     if not matches:
         raise ValueError(f"There is no file, and no folder, at {path}.")
+    if len(matches) == 1 and _is_special(Path(matches[0])):
+        raise ValueError(f"{path} is neither a file nor a folder: write what comes out of it to a file.")
     files = sorted({file for match in matches for file in _files_at(Path(match))})
     if not files:
         raise ValueError(f"There are no files below {path}, or all are hidden.")
@@ -233,11 +262,17 @@ def _find_files(path: str) -> list[Path]:
 
 def _files_at(path: Path, links: frozenset[Path] = frozenset()) -> Iterator[Path]:
     if not path.is_dir():
-        yield path
+        if not _is_special(path):
+            yield path
     elif path.resolve() not in links:  # A link may lead back to a folder above it.
         for part in path.iterdir():
             if not part.name.startswith("."):
                 yield from _files_at(part, links | {path.resolve()})
+
+
+def _is_special(path: Path) -> bool:
+    """Whether reading this could wait forever, as for a pipe; a link that leads nowhere is just bad data."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 @contextlib.contextmanager

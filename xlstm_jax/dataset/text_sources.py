@@ -2,14 +2,16 @@
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from xlstm_jax.dataset.text_documents import ColumnTexts, is_saved_dataset
 from xlstm_jax.dataset.text_files import BEGINNING, BadDataPolicy, OnBadData, Position, TextFiles, check_text
-from xlstm_jax.dataset.token_shards import MANIFEST_FILE, find_shards, open_records, read_manifest
+from xlstm_jax.dataset.token_shards import MANIFEST_FILE, find_shards, open_records, read_manifest, spread_numbers
 
 STANDARD_LIBRARY = "stdlib"
 """The source that is Python's standard library."""
@@ -17,8 +19,6 @@ HUGGING_FACE = "hf:"
 """What stands before the name of a data set on the hub."""
 
 _BOTH_SPLITS = ("train", "validation")
-_SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
-"""What `save_to_disk` of a data set writes."""
 _BLOCK = 1024
 """How many numbered texts are read at a time."""
 
@@ -33,6 +33,7 @@ class NumberedTexts:
         num_bytes: About how large they are together.
         description: What decides on them, for JSON.
         on_bad_data: Whether a document that cannot be used is an error, or is left out and counted.
+        locations: The files and folders that they are read from.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class NumberedTexts:
         num_bytes: int,
         description: Mapping[str, Any],
         on_bad_data: OnBadData,
+        locations: Sequence[Path] = (),
     ):
         self._name = name
         self._read = read
@@ -52,6 +54,7 @@ class NumberedTexts:
         self._description = description
         self._policy = BadDataPolicy(on_bad_data)
         self.num_bytes = num_bytes
+        self.locations = list(locations)
         self.skipped = self._policy.skipped
 
     @property
@@ -90,7 +93,7 @@ class NumberedTexts:
                 self._policy.handle(document._replace(place=f"document {number}"), self._name)
 
 
-Source = TextFiles | NumberedTexts
+TextSource = TextFiles | NumberedTexts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Split:
     """Some documents of a source."""
 
     name: str
-    source: Source
+    source: TextSource
     validation_share: float | None = None
     """The share of documents that are for validation, if the source has both."""
 
@@ -113,6 +116,15 @@ class Split:
     def describe(self) -> dict[str, Any]:
         """Return, for JSON, what decides on the documents."""
         return {**self.source.describe(), "split": self.name, "validation_share": self.validation_share}
+
+    def take_skipped(self) -> dict[str, int]:
+        """Return how many documents have been left out since the last call, by reason.
+
+        Nobody knows on which side of a source with both splits a bad document would be: all are counted for training.
+        """
+        skipped = dict(self.source.skipped)
+        self.source.skipped.clear()
+        return skipped if self.validation_share is None or self.name == "train" else {}
 
     def _has(self, text: str) -> bool:
         if self.validation_share is None:
@@ -132,16 +144,16 @@ def open_splits(
 ) -> list[Split]:
     """Open what `prepare` is to read, as it describes these arguments."""
 
-    def open_source(name: str) -> Source:
+    def open_source(name: str) -> TextSource:
         if len(paths) == 1:
             path = paths[0]
             if path == STANDARD_LIBRARY:
                 return _open_standard_library(name, on_bad_data)
-            if path.startswith(HUGGING_FACE) or any(Path(path, file).exists() for file in _SAVED_DATASET_FILES):
+            if path.startswith(HUGGING_FACE) or is_saved_dataset(path):
                 return _open_dataset(path.removeprefix(HUGGING_FACE), name, column, on_bad_data)
             for folder in (Path(path, name), Path(path)):
                 if find_shards(folder):
-                    return _open_records(folder, on_bad_data)
+                    return _open_records(folder, on_bad_data, locations=[Path(path), folder])
         return TextFiles(paths, column, on_bad_data, max_document_bytes)
 
     return [
@@ -161,7 +173,7 @@ def _split_names(paths: Sequence[str], split: str | None, validation_share: floa
     return _BOTH_SPLITS
 
 
-def _open_standard_library(split: str, on_bad_data: OnBadData) -> Source:
+def _open_standard_library(split: str, on_bad_data: OnBadData) -> TextSource:
     from xlstm_jax.dataset.standard_library import count_bytes, load_standard_library
 
     if split not in _BOTH_SPLITS:
@@ -178,25 +190,32 @@ def _open_standard_library(split: str, on_bad_data: OnBadData) -> Source:
     )
 
 
-def _open_dataset(path: str, split: str, column: str, on_bad_data: OnBadData) -> Source:
+def _open_dataset(path: str, split: str, column: str, on_bad_data: OnBadData) -> TextSource:
     from xlstm_jax.dataset.configs import HFHubDataConfig
     from xlstm_jax.dataset.record_files import load_huggingface_dataset
-    from xlstm_jax.dataset.text_documents import ColumnTexts
 
     dataset: Any = load_huggingface_dataset(HFHubDataConfig(hf_path=path, split=split, global_batch_size=1))
     digest = ColumnTexts(dataset, column).digest
     texts = dataset.select_columns([column])
+    samples = texts[spread_numbers(len(texts))][column]
     return NumberedTexts(
         path,
         lambda start, end: texts[start:end][column],
         num_texts=len(texts),
         num_bytes=texts.data.nbytes,
-        description={"paths": [path], "column": column, "num_texts": len(texts), "digest": digest},
+        description={
+            "paths": [path],
+            "column": column,
+            "num_texts": len(texts),
+            "digest": digest,
+            "sha256_of_samples": hashlib.sha256(json.dumps(list(samples), default=repr).encode()).hexdigest(),
+        },
         on_bad_data=on_bad_data,
+        locations=[Path(path)],
     )
 
 
-def _open_records(folder: Path, on_bad_data: OnBadData) -> Source:
+def _open_records(folder: Path, on_bad_data: OnBadData, locations: Sequence[Path]) -> TextSource:
     if read_manifest(folder) is not None:
         raise ValueError(f"The documents in {folder} are tokenised already, see its {MANIFEST_FILE}.")
     records = open_records(folder)
@@ -207,4 +226,5 @@ def _open_records(folder: Path, on_bad_data: OnBadData) -> Source:
         num_bytes=records.num_bytes,
         description={"paths": [str(folder)], **records.describe()},
         on_bad_data=on_bad_data,
+        locations=locations,
     )

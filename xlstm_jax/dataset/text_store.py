@@ -2,6 +2,7 @@
 
 import array
 import contextlib
+import errno
 import fcntl
 import hashlib
 import mmap
@@ -15,6 +16,8 @@ import numpy as np
 
 _PREFIX = "xlstm_jax_texts_"
 _OFFSET_BYTES = 8
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+"""What file systems say that know no locks."""
 
 
 class TextStore:
@@ -86,10 +89,35 @@ class _OwnFile:
         _remove_abandoned(folder)
         # Nobody looks at this name before the lock is taken.
         descriptor, new = tempfile.mkstemp(prefix=f"new_{_PREFIX}", dir=folder)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        self.path = Path(new).with_name(Path(new).name.removeprefix("new_"))
-        os.rename(new, self.path)
+        try:
+            lock(descriptor)
+            self.path = Path(new).with_name(Path(new).name.removeprefix("new_"))
+            os.rename(new, self.path)
+        except BaseException:
+            _remove(Path(new), descriptor, os.getpid())
+            raise
         weakref.finalize(self, _remove, self.path, descriptor, os.getpid())
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed.
+
+    Args:
+        descriptor: The file.
+
+    Returns:
+        Whether it is locked; it is not where the file system knows no locks.
+
+    Raises:
+        BlockingIOError: Somebody else has locked it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def _remove(path: Path, descriptor: int, owner: int) -> None:
@@ -101,8 +129,8 @@ def _remove(path: Path, descriptor: int, owner: int) -> None:
 def _remove_abandoned(folder: Path) -> None:
     for path in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+            if lock(file.fileno()):
+                path.unlink()
 
 
 def _aligned(num_bytes: int) -> int:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import resource
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,14 @@ _THREADS = 32
 _SPARE_FILES = 512
 """How many files a process may have open beside the shards."""
 _RECORDS_AT_A_TIME = 1024
+_NUM_SAMPLES = 64
+_FOREIGN_VOCAB_SIZE = 2**24
+"""More than any tokenizer has, and less than the number that four bytes of text make."""
 _REPAIR = "delete it and run the command again that has prepared this folder, or copy it again from where it came from"
+
+
+class ShardError(ValueError):
+    """A shard is missing, cut, damaged or cannot be read; what is wrong with the content of a record is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,14 +174,20 @@ def write_shard(file: Path, documents: Iterable[np.ndarray]) -> Shard:
     return shard
 
 
-def find_shards(folder: str | os.PathLike) -> list[Path]:
-    """Return the shards in a folder, in the order of the numbers at the ends of their names."""
+def find_shards(folder: str | os.PathLike, suffix: str = SHARD_SUFFIX) -> list[Path]:
+    """Return the shards in a folder, in the order of the numbers at the ends of their names, without one first."""
 
-    def number(file: Path) -> tuple[int, str]:
-        digits = re.search(r"(\d+)$", file.stem)
-        return int(digits[1]) if digits else -1, file.name
+    def key(file: Path) -> tuple[int, str]:
+        number = shard_number(file, suffix)
+        return -1 if number is None else number, file.name
 
-    return sorted((file for file in Path(folder).glob(f"*{SHARD_SUFFIX}") if file.name[0] != "."), key=number)
+    return sorted((file for file in Path(folder).glob(f"*{suffix}") if file.name[0] != "."), key=key)
+
+
+def shard_number(file: Path, suffix: str = SHARD_SUFFIX) -> int | None:
+    """Return the number at the end of the name of a shard, if there is one."""
+    digits = re.search(r"(\d+)$", file.name.removesuffix(suffix))
+    return int(digits[1]) if digits else None
 
 
 def open_records(folder: str | os.PathLike) -> "RecordShards":
@@ -193,6 +207,16 @@ def find_problem(folder: Path, shard: Shard) -> str | None:
     return None if size == shard.num_bytes else f"has {size} bytes, but should have {shard.num_bytes}"
 
 
+def find_damage(folder: Path, shard: Shard) -> str | None:
+    """Return what is wrong with a shard, having read all of it."""
+    return find_problem(folder, shard) or (None if _is_sound(folder / shard.file, shard) else "is damaged")
+
+
+def spread_numbers(length: int) -> list[int]:
+    """Return some of the numbers below `length`, evenly spread from the first to the last."""
+    return np.linspace(0, length - 1, min(length, _NUM_SAMPLES)).astype(np.int64).tolist()
+
+
 class RecordShards:
     """The records of several ArrayRecord files, by number; files are opened when they are first read.
 
@@ -203,7 +227,7 @@ class RecordShards:
 
     def __init__(self, files: Sequence[Path], num_records: Sequence[int] | None = None):
         self._files = list(files)
-        self._sizes = [file.stat().st_size for file in self._files]
+        self._sizes = [_size_of(file) for file in self._files]
         if num_records is None:
             with ThreadPoolExecutor(_THREADS) as pool:
                 num_records = list(pool.map(lambda file: _open(file).num_records(), self._files))
@@ -234,14 +258,17 @@ class RecordShards:
                 records[place] = record
         return records
 
+    def locate(self, index: int) -> str:
+        """Say where the record with this number is: which one of which file, both counted from 0."""
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return f"record {index - (self._ends[file] - self._num_records[file])} of {self._files[file]}"
+
     def describe(self) -> dict[str, Any]:
-        """Return, for JSON, by what these files are told from others, as far as that can be said without reading."""
-        sizes = [f"{file.name}\0{size}\0" for file, size in zip(self._files, self._sizes, strict=True)]
-        return {
-            "num_records": len(self),
-            "num_bytes": self.num_bytes,
-            "sha256_of_names_and_sizes": hashlib.sha256("".join(sizes).encode()).hexdigest(),
-        }
+        """Return, for JSON, by what these records are told from others, as far as a sample of them says."""
+        sha256 = hashlib.sha256()
+        for record in self.read_records(spread_numbers(len(self))):
+            sha256.update(len(record).to_bytes(8, "little") + record)
+        return {"num_records": len(self), "num_bytes": self.num_bytes, "sha256_of_samples": sha256.hexdigest()}
 
     def _read(self, index: int, positions: np.ndarray) -> list[bytes]:
         file = self._files[index]
@@ -250,7 +277,7 @@ class RecordShards:
         except RuntimeError as error:
             raise _unreadable(file, str(error)) from error
         # Beyond the end of a file that has become shorter, the library finds empty records.
-        if not all(records) and file.stat().st_size != self._sizes[index]:
+        if not all(records) and _size_of(file) != self._sizes[index]:
             raise _unreadable(file, "its size has changed since it was opened")
         return records
 
@@ -278,12 +305,14 @@ class TokenShards:
         folder: The folder of a split.
 
     Raises:
-        ValueError: There are no shards, or not those that the manifest names.
+        ShardError: A shard that the manifest names is missing or not whole.
+        ValueError: There are no shards, or others.
     """
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
         self.manifest = read_manifest(folder)
+        self._vocab_size = self.manifest.vocab_size if self.manifest else _FOREIGN_VOCAB_SIZE
         if self.manifest is None:
             self._records = open_records(folder)
         else:
@@ -301,33 +330,50 @@ class TokenShards:
 
     def read(self, indices: Sequence[int]) -> list[np.ndarray]:
         """Return the tokens of the documents with these numbers, in arrays that are not to be written to."""
-        return [self._parse(record) for record in self._records.read_records(indices)]
+        records = self._records.read_records(indices)
+        documents = [self._parse(index, record) for index, record in zip(indices, records, strict=True)]
+        # All at once, as one by one takes three times as long. Without a sign, negative numbers are the largest.
+        if documents and np.concatenate(documents).view(np.uint32).max(initial=0) >= self._vocab_size:
+            for index, document in zip(indices, documents, strict=True):
+                self._check_range(index, document)
+        return documents
 
     def describe(self) -> dict[str, Any]:
         """Return, for JSON, by what these documents are told from others, wherever they are stored."""
         return {"num_records": len(self), "sha256": self.manifest.digest} if self.manifest else self._records.describe()
 
-    def _parse(self, record: bytes) -> np.ndarray:
+    def _parse(self, index: int, record: bytes) -> np.ndarray:
         if len(record) % 4:
-            raise ValueError(
-                f"A record of {len(record)} bytes in {self.folder} holds no tokens of four bytes each: is it text? "
-                "Then set tokenize_data=True."
-            )
+            raise self._no_tokens(index, f"its {len(record)} bytes are no multiple of four")
         return np.frombuffer(record, "<i4").astype(np.int32, copy=False)
+
+    def _check_range(self, index: int, tokens: np.ndarray) -> None:
+        wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+        if wrong.size:
+            raise self._no_tokens(index, f"{wrong[0]} is not from 0 to {self._vocab_size - 1}")
+
+    def _no_tokens(self, index: int, cause: str) -> ValueError:
+        way_out = (
+            "is it text? Then set tokenize_data=True."
+            if self.manifest is None
+            else f"it is not what {MANIFEST_FILE} says. Prepare the folder anew."
+        )
+        return ValueError(f"The {self._records.locate(index)} holds no tokens, as {cause}: {way_out}")
 
 
 def verify(folder: str | os.PathLike) -> None:
     """Read all shards of a folder, and compare them with the manifest.
 
     Raises:
-        ValueError: There is no manifest, or some shards are not what it says; the message names them.
+        ShardError: Some shards are not what the manifest says; the message names them.
+        ValueError: There is no manifest.
     """
     shards = TokenShards(folder)
     if shards.manifest is None:
         raise ValueError(f"There is no {shards.folder / MANIFEST_FILE} to compare the shards with.")
-    damaged = [shard.file for shard in shards.manifest.shards if not _is_sound(shards.folder / shard.file, shard)]
+    damaged = [shard.file for shard in shards.manifest.shards if find_damage(shards.folder, shard)]
     if damaged:
-        raise ValueError(f"These shards in {folder} are damaged: {', '.join(damaged)}. For each of them, {_REPAIR}.")
+        raise ShardError(f"These shards in {folder} are damaged: {', '.join(damaged)}. For each of them, {_REPAIR}.")
 
 
 def _is_sound(file: Path, shard: Shard) -> bool:
@@ -349,7 +395,7 @@ def _check_files(manifest: Manifest, folder: Path) -> None:
     for shard in manifest.shards:
         problem = find_problem(folder, shard)
         if problem:
-            raise ValueError(f"The shard {folder / shard.file} {problem}: {_REPAIR}.")
+            raise ShardError(f"The shard {folder / shard.file} {problem}: {_REPAIR}.")
     unknown = [file.name for file in find_shards(folder) if file.name not in {shard.file for shard in manifest.shards}]
     if unknown:
         raise ValueError(f"{folder / MANIFEST_FILE} does not know of {', '.join(unknown)}: move them away.")
@@ -367,8 +413,18 @@ def _open(file: Path) -> Any:
     return reader
 
 
-def _unreadable(file: Path, cause: str) -> ValueError:
-    return ValueError(f"The shard {file} cannot be read: {cause}. If it is damaged, {_REPAIR}.")
+def _size_of(file: Path) -> int:
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise _unreadable(file, str(error)) from error
+    if not stat.S_ISREG(status.st_mode):  # Opening a pipe would wait for somebody to write to it.
+        raise _unreadable(file, "it is no regular file")
+    return status.st_size
+
+
+def _unreadable(file: Path, cause: str) -> ShardError:
+    return ShardError(f"The shard {file} cannot be read: {cause}. If it is damaged, {_REPAIR}.")
 
 
 def _move_into_place(temporary: Path, file: Path) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,7 @@ class WorkerPool:
         self._function = function
         self._workers = [_Worker(function, environment or {}) for _ in range(num_workers)]
         self._thread = None if num_workers else ThreadPoolExecutor(1, thread_name_prefix="data-worker")
+        self._finalizer = weakref.finalize(self, _close, self._workers, self._thread)
         self.num_ahead = _TASKS_AHEAD * max(num_workers, 1)
         """How many tasks keep all workers busy."""
 
@@ -72,17 +74,21 @@ class WorkerPool:
             yield ahead.popleft().result()
 
     def close(self) -> None:
-        """End the workers, whatever they are working on."""
-        for worker in self._workers:
-            worker.close()
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the workers, whatever they are working on; this happens by itself when nobody has the pool any more."""
+        self._finalizer()
 
     def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _close(workers: "list[_Worker]", thread: ThreadPoolExecutor | None) -> None:
+    for worker in workers:
+        worker.close()
+    if thread is not None:
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 class _Worker:

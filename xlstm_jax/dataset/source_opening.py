@@ -1,0 +1,124 @@
+"""From the config of a data set to its documents."""
+
+import logging
+from pathlib import Path
+
+from xlstm_jax.dataset.configs import (
+    GrainArrayRecordsDataConfig,
+    HFHubDataConfig,
+    StandardLibraryDataConfig,
+    TextDataConfig,
+    TextFilesDataConfig,
+)
+from xlstm_jax.dataset.document_stream import Documents, Source
+from xlstm_jax.dataset.record_files import load_huggingface_dataset
+from xlstm_jax.dataset.standard_library import load_standard_library, yardsticks
+from xlstm_jax.dataset.text_documents import ColumnTexts, EncodedTexts, RecordTexts, Texts
+from xlstm_jax.dataset.text_encoder import TextEncoder
+from xlstm_jax.dataset.text_files import TextFiles
+from xlstm_jax.dataset.text_store import TextStore
+from xlstm_jax.dataset.token_shards import TokenShards, open_records, read_manifest
+
+LOGGER = logging.getLogger(__name__)
+
+
+def open_source(config: TextDataConfig, name: str, skips_unreadable: bool = True) -> Source:
+    """Open a data set, whose documents are tokenised as they are read if they are not on disk as tokens.
+
+    Args:
+        config: The data set.
+        name: What it is called in statistics.
+        skips_unreadable: Whether `on_bad_data="skip"` also leaves out documents whose file is missing or damaged.
+    """
+    num_left_out = 0
+    if isinstance(config, GrainArrayRecordsDataConfig) and not config.tokenize_data:
+        documents = TokenShards(Path(config.data_path) / config.split)
+    elif isinstance(config, TextFilesDataConfig):
+        files = TextFiles(
+            str(config.data_path),
+            column=config.data_column,
+            on_bad_data=config.on_bad_data,
+            max_document_bytes=config.max_document_bytes,
+        )
+        documents = EncodedTexts(TextStore.build(files), _make_encoder(config))
+        num_left_out = sum(files.skipped.values())
+    else:
+        documents = EncodedTexts(_open_texts(config), _make_encoder(config))
+    return Source(
+        documents,
+        shuffle_seed=config.data_shuffle_seed if config.shuffle_data else None,
+        eod_token_id=_end_of_document(config, documents) if config.add_eod else None,
+        on_bad_data=config.on_bad_data,
+        skips_unreadable=skips_unreadable,
+        name=name,
+        location=_location(config),
+        num_left_out=num_left_out,
+    )
+
+
+def tokenizer_digest(documents: Documents) -> str | None:
+    """Return what the tokenizer of some documents is known by; `None` for tokens on disk that do not say."""
+    match documents:
+        case EncodedTexts():
+            return documents.tokenizer_digest
+        case TokenShards() if documents.manifest is not None:
+            return documents.manifest.tokenizer_digest
+    return None
+
+
+def first_input(config: TextDataConfig, source: Source) -> int:
+    """Return what a model sees before the first token of a document: the end of another one."""
+    return _end_of_document(config, source.documents) if source.eod_token_id is None else source.eod_token_id
+
+
+def _open_texts(config: TextDataConfig) -> Texts:
+    match config:
+        case GrainArrayRecordsDataConfig():
+            folder = Path(config.data_path) / config.split
+            if read_manifest(folder) is not None:
+                raise ValueError(f"{folder} was prepared, and has tokens instead of texts: set tokenize_data=False.")
+            return RecordTexts(open_records(folder))
+        case HFHubDataConfig():
+            return ColumnTexts(load_huggingface_dataset(config), config.data_column)
+        case StandardLibraryDataConfig():
+            return TextStore.build(_read_standard_library(config.split))
+    raise ValueError(f"A {type(config).__name__} does not say where its documents are: use a config that does.")
+
+
+def _read_standard_library(split: str) -> list[str]:
+    """Return the files of a split, and say which corpus they are from and what a model has to beat on them."""
+    corpus = load_standard_library()
+    LOGGER.info("%s", corpus.describe())
+    if split == "train":
+        documents = corpus.train
+    else:
+        documents = corpus.validation
+        reached = ", ".join(f"{name} {bits:.3f}" for name, bits in yardsticks(documents).items())
+        LOGGER.info("Bits per byte on all validation files: %s.", reached)
+    return [document.content.decode("utf-8", "replace") for document in documents]
+
+
+def _make_encoder(config: TextDataConfig) -> TextEncoder:
+    return TextEncoder(
+        config.tokenizer_path, config.add_bos, config.add_eos, config.hf_access_token, config.hf_cache_dir
+    )
+
+
+def _end_of_document(config: TextDataConfig, documents: Documents) -> int:
+    if not isinstance(documents, TokenShards) or documents.manifest is None:
+        return _make_encoder(config).eod_token_id
+    token = documents.manifest.eod_token_id
+    if token is None:
+        raise ValueError(f"The tokenizer that {documents.folder} was prepared with has no token to end documents with.")
+    return token
+
+
+def _location(config: TextDataConfig) -> str:
+    match config:
+        case GrainArrayRecordsDataConfig():
+            return str(Path(config.data_path) / config.split)
+        case HFHubDataConfig():
+            return str(config.hf_path)
+        case TextFilesDataConfig():
+            return str(config.data_path)
+    return type(config).__name__
