@@ -325,3 +325,14 @@ def test_a_state_of_another_data_set_of_hugging_face_is_refused(tmp_path):
     first, second = (create_data_iterator(HFHubDataConfig(hf_path=tmp_path / name, **BATCHES), MESH) for name in "ab")
     with pytest.raises(ValueError, match=r"sources\.0\.texts"):
         second.set_state(first.get_state())
+
+
+def test_documents_end_only_with_a_token_that_the_tokenizer_has(tmp_path):
+    (tmp_path / "texts").mkdir()
+    tokenizer = train_tokenizer(TEXTS, 300, tmp_path / "tokenizer")
+    (tokenizer / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    config = change(plain_text(tmp_path / "texts"), tokenizer_path=str(tokenizer))
+    with pytest.raises(ValueError, match="no eos_token to end documents with: set add_eod=False"):
+        create_data_iterator(config, MESH)
+    batch = host(next(create_data_iterator(change(config, add_eod=False), MESH)))
+    assert (batch.inputs[:, 0] == 0).all()

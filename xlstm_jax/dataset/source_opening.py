@@ -47,7 +47,7 @@ def open_source(config: TextDataConfig, name: str, skips_unreadable: bool = True
     return Source(
         documents,
         shuffle_seed=config.data_shuffle_seed if config.shuffle_data else None,
-        eod_token_id=_end_of_document(config, documents) if config.add_eod else None,
+        eod_token_id=_need_end(config, documents) if config.add_eod else None,
         on_bad_data=config.on_bad_data,
         skips_unreadable=skips_unreadable,
         name=name,
@@ -67,8 +67,8 @@ def tokenizer_digest(documents: Documents) -> str | None:
 
 
 def first_input(config: TextDataConfig, source: Source) -> int:
-    """Return what a model sees before the first token of a document: the end of another one."""
-    return _end_of_document(config, source.documents) if source.eod_token_id is None else source.eod_token_id
+    """Return what a model sees before the first token of a document: the end of another one, or 0 if there is none."""
+    return _find_end(config, source.documents) or 0
 
 
 def _open_texts(config: TextDataConfig) -> Texts:
@@ -104,13 +104,21 @@ def _make_encoder(config: TextDataConfig) -> TextEncoder:
     )
 
 
-def _end_of_document(config: TextDataConfig, documents: Documents) -> int:
-    if not isinstance(documents, TokenShards) or documents.manifest is None:
-        return _make_encoder(config).eod_token_id
-    token = documents.manifest.eod_token_id
+def _need_end(config: TextDataConfig, documents: Documents) -> int:
+    token = _find_end(config, documents)
     if token is None:
-        raise ValueError(f"The tokenizer that {documents.folder} was prepared with has no token to end documents with.")
+        raise ValueError(
+            f"The tokenizer of {_location(config)} has no eos_token to end documents with: set add_eod=False, or name "
+            "one in its tokenizer_config.json."
+        )
     return token
+
+
+def _find_end(config: TextDataConfig, documents: Documents) -> int | None:
+    """Return what ends a document, if the tokenizer has a token for it."""
+    if isinstance(documents, TokenShards) and documents.manifest is not None:
+        return documents.manifest.eod_token_id
+    return _make_encoder(config).eod_token_id
 
 
 def _location(config: TextDataConfig) -> str:

@@ -46,15 +46,9 @@ class TextEncoder:
         )
 
     @property
-    def eod_token_id(self) -> int:
-        """What ends a document."""
-        token = self.tokenizer.eos_token_id
-        if token is None:
-            raise ValueError(
-                f"The tokenizer {self.tokenizer_path!r} has no eos_token to end documents with: set add_eod=False, or "
-                "name one in its tokenizer_config.json."
-            )
-        return token
+    def eod_token_id(self) -> int | None:
+        """What ends a document, if the tokenizer has a token for it."""
+        return self.tokenizer.eos_token_id
 
     @functools.cached_property
     def digest(self) -> str:
