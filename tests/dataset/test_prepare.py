@@ -16,7 +16,7 @@ from array_record.python import array_record_module
 
 from xlstm_jax.dataset import prepare as module
 from xlstm_jax.dataset.light_tokenizers import ByteTokenizer, FileTokenizer, train_tokenizer
-from xlstm_jax.dataset.prepare import main, prepare
+from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.standard_library import load_standard_library
 from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.text_store import lock
@@ -321,7 +321,7 @@ def test_a_source_without_a_good_document_is_refused(tmp_path, output):
 
 
 def start(*arguments, **environment):
-    command = [sys.executable, "-m", "xlstm_jax.dataset.prepare", *map(str, arguments)]
+    command = [sys.executable, "-m", "xlstm_jax.cli.main", "prepare", *map(str, arguments)]
     return subprocess.Popen(command, env={**os.environ, **environment}, cwd=Path(__file__).parents[2])
 
 
@@ -589,63 +589,7 @@ def test_overwriting_removes_no_tokenizer_of_others(source, output, name):
     assert content_of(output / "tokenizer") == before
 
 
-# The command
-
-
-def test_the_command_says_what_it_has_written_and_what_to_do_next(source, output, capsys):
-    source.write_text(json_lines(["one", "", "two"]))
-    assert main([str(source), "--output", str(output), "--workers", "0", "--on-bad-data", "skip"]) == 0
-    message = capsys.readouterr().out
-    assert message.count("\n") == 1
-    assert f"{output / 'train'}: 2 documents, 6 tokens, 1 shard, left out: 1 × empty document. " in message
-    assert (
-        f"GrainArrayRecordsDataConfig(data_path=Path('{output}'), tokenize_data=False, tokenizer_path='byte'" in message
-    )
-
-
-def test_every_option_of_the_command_reaches_the_function(source, output, monkeypatch):
-    asked = {}
-    monkeypatch.setattr(module, "prepare", lambda **options: asked.update(options) or {})
-    monkeypatch.setattr(module, "describe_result", lambda *_: "")
-    command = (
-        f"a b --output {output} --split s --validation-share 0.5 --train-tokenizer 300 --train-megabytes 2 --add-bos "
-        "--add-eos --column c --on-bad-data skip --max-document-bytes 0 --shard-megabytes 3 --workers 4 --overwrite "
-        "--verify"
-    )
-    assert main(command.split()) == 0
-    assert asked == {
-        "sources": ["a", "b"],
-        "output": str(output),
-        "split": "s",
-        "validation_share": 0.5,
-        "train_vocab_size": 300,
-        "train_megabytes": 2.0,
-        "add_bos": True,
-        "add_eos": True,
-        "column": "c",
-        "on_bad_data": "skip",
-        "max_document_bytes": None,
-        "shard_megabytes": 3.0,
-        "num_workers": 4,
-        "overwrite": True,
-        "verify": True,
-    }
-
-
-def test_the_command_fails_with_a_message_and_no_traceback(tmp_path, capsys):
-    assert main([str(tmp_path / "missing"), "--output", str(tmp_path)]) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("ValueError: There is no file")
-    assert captured.out == ""
-
-
-def test_the_command_can_be_stopped_and_says_so(source, output, capsys, monkeypatch):
-    def stop(**_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "prepare", stop)
-    assert main([str(source), "--output", str(output)]) == 130
-    assert "The same command goes on" in capsys.readouterr().err
+# Progress
 
 
 def test_progress_is_shown_in_a_terminal_only(source, output, tmp_path, capsys, monkeypatch):

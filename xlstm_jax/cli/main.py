@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from xlstm_jax import __version__
 
 COMMANDS = {
+    "prepare": "tokenise texts once, into shards that training reads",
     "doctor": "check this machine: versions, devices, environment, extras",
 }
 """Every command and what it does, in the order that `--help` shows."""

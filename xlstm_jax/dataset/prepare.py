@@ -1,11 +1,10 @@
-"""Tokenise documents once, before training: `python -m xlstm_jax.dataset.prepare SOURCE --output FOLDER`.
+"""Tokenise documents once, before training: `xlstm-jax prepare SOURCE --output FOLDER`.
 
 Documents are put into shards in the order of the source. Where a shard begins follows from the documents alone, so that
 any number of workers writes the same bytes; and the manifest says after each shard where the next one begins, so that
 the same command goes on where another one was stopped or killed.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -14,7 +13,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -454,102 +452,3 @@ class _ProgressBar:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
-
-
-def describe_result(output: Path, manifests: Mapping[str, Manifest]) -> str:
-    """Say in a line what has been written, and how to train on it."""
-    parts = []
-    for name, manifest in manifests.items():
-        skipped = ", ".join(f"{count} × {reason}" for reason, count in manifest.skipped.items())
-        parts.append(
-            f"{output / name}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
-            f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
-            + (f", left out: {skipped}" if skipped else "")
-        )
-    tokenizer_path = next(iter(manifests.values())).tokenizer_path
-    return (
-        f"{'; '.join(parts)}. Train on it with GrainArrayRecordsDataConfig(data_path=Path({str(output)!r}), "
-        f"tokenize_data=False, tokenizer_path={tokenizer_path!r}, ...)."
-    )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
-    add = functools.partial(parser.add_argument, default=argparse.SUPPRESS)  # defaults are those of `prepare`
-    add(
-        "sources",
-        nargs="+",
-        metavar="SOURCE",
-        help="files, folders or patterns of text, JSON lines or Parquet; or one of: stdlib, hf:NAME, a folder of "
-        "save_to_disk, a folder of ArrayRecord files of text",
-    )
-    add("--output", required=True, metavar="FOLDER", help="where each split gets a folder")
-    add("--split", help="the split to read and to write; by default, train")
-    add("--validation-share", type=float, metavar="X", help="write this share of documents to the split validation")
-    add(
-        "--tokenizer",
-        dest="tokenizer_path",
-        metavar="PATH",
-        help="a folder, a tokenizer.json, a name on the hub or byte, which is the default",
-    )
-    add(
-        "--train-tokenizer",
-        dest="train_vocab_size",
-        type=int,
-        metavar="VOCAB_SIZE",
-        help="train byte-level BPE in FOLDER/tokenizer, and use it",
-    )
-    add("--train-megabytes", type=float, metavar="N", help="how much text it is trained on")
-    add("--add-bos", action="store_true", help="begin each document with the token for the beginning")
-    add("--add-eos", action="store_true", help="end each document with the token for the end; training adds one itself")
-    add("--column", metavar="NAME", help="the field or column that has the text; by default, text")
-    add(
-        "--on-bad-data",
-        choices=("error", "skip"),
-        help="stop at documents that cannot be used (the default), or leave them out and count them",
-    )
-    add(
-        "--max-document-bytes",
-        type=lambda text: int(text) or None,
-        metavar="N",
-        help="cut longer files of plain text at the ends of lines; 0 for no cuts",
-    )
-    add("--shard-megabytes", type=float, metavar="N", help="how much text goes into a shard; by default, about 1/256")
-    add(
-        "--workers",
-        dest="num_workers",
-        type=int,
-        metavar="N",
-        help="how many processes tokenise; by default, one for each core",
-    )
-    add("--overwrite", action="store_true", help="replace what was prepared otherwise")
-    add("--verify", action="store_true", help="read all shards that are there, and write those anew that are damaged")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Prepare what the arguments say, and return the exit code."""
-    options = {name: value for name, value in vars(args).items() if name != "run"}
-    show, complain = (
-        Console(stderr=is_error, highlight=False, markup=False, soft_wrap=True).print for is_error in (False, True)
-    )
-    try:
-        manifests = prepare(**options)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        complain(f"{type(error).__name__}: {error}")
-        return 1
-    except KeyboardInterrupt:
-        complain("Stopped. The same command goes on from here.")
-        return 130
-    show(describe_result(Path(args.output), manifests))
-    return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with the arguments in `argv` (by default, those of the process) and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m xlstm_jax.dataset.prepare", description="Tokenise documents once.")
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
