@@ -6,12 +6,13 @@ The corpus is the standard library with a byte-level BPE of 4096 tokens, in rows
 
 - tokenised shards to packed `LLMBatch` arrays on the device, with `stream` and `first_fit`, and grain's own packings
   of the same shards to arrays on the host;
-- raw text to the same batches, beside what the tokenizer's batch encoding reaches by itself;
+- raw text to the same batches, on the host and on the device, beside what the tokenizer's batch encoding reaches by
+  itself;
 - how long a training loop waits for its next batch when a step takes 50 ms.
 """
 
 import argparse
-import contextlib
+import functools
 import logging
 import os
 import platform
@@ -39,6 +40,8 @@ from xlstm_jax.dataset.token_shards import TokenShards
 
 LENGTH, ROWS, VOCAB_SIZE, ROUNDS = 512, 8, 4096, 5
 STEP_SECONDS = 0.05
+WARM_UP = 400
+"""Batches before the clock starts: few documents are read at a time at first, as their length is not known."""
 
 
 def describe(config_class: type[TextDataConfig], packing: str, **options) -> TextDataConfig:
@@ -60,17 +63,17 @@ def endless(iterator) -> Iterator:
         yield from iterator
 
 
-def rate_of_batches(config: TextDataConfig, seconds: float, mesh: Mesh) -> float:
-    """Return the million targets that arrive on the device in a second; padding does not count."""
+def rate_of_batches(config: TextDataConfig, seconds: float, mesh: Mesh, on_device: bool = True) -> float:
+    """Return the million targets that arrive on the device, or on the host, in a second; padding does not count."""
     iterator = create_data_iterator(config, mesh)
-    batches = endless(iterator)
-    jax.block_until_ready(next(batches))
+    batches = endless(iterator if on_device else iterator.dataloader)
+    for _ in range(WARM_UP):
+        next(batches)
     num_targets, begin = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - begin) < seconds:
         batch = jax.block_until_ready(next(batches))
         num_targets += int(np.count_nonzero(np.asarray(batch.targets_segmentation)))
-    with contextlib.suppress(AttributeError):
-        iterator.dataloader.close()
+    iterator.shut_down()
     return num_targets / elapsed / 1e6
 
 
@@ -166,7 +169,10 @@ def measure(folder: Path, seconds: float) -> Iterator[str]:
     measures = {"encoding alone": lambda: rate_of_encoding(encoder, texts, seconds)}
     for num_workers in (0, 2):
         config = describe(StandardLibraryDataConfig, "stream", tokenizer_path=tokenizer, worker_count=num_workers)
-        measures[f"batches, {num_workers} workers"] = lambda config=config: rate_of_batches(config, seconds, mesh)
+        for place, on_device in (("host", False), ("device", True)):
+            measures[f"batches on the {place}, {num_workers} workers"] = functools.partial(
+                rate_of_batches, config, seconds, mesh, on_device
+            )
     found = in_turns(measures)
     yield ""
     yield "| raw text, million tokens/s | rate | share of encoding alone, round by round |"

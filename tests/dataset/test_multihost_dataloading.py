@@ -319,15 +319,22 @@ def test_a_loader_that_ends_with_an_epoch_makes_no_empty_one():
         assert [len(indices(iterator)) for _ in range(3)] == [4, 4, 4]
 
 
-def test_closing_an_iterator_closes_its_loader():
-    class Closable(Endless):
-        is_closed = False
+def test_shutting_an_iterator_down_shuts_its_loader_down_and_leaving_a_generator_does_not():
+    class Stoppable(Endless):
+        is_down = False
 
-        def close(self):
-            self.is_closed = True
+        def shut_down(self):
+            self.is_down = True
 
-    loader = Closable()
+    def generate(iterator):
+        yield from iterator
+
+    loader = Stoppable()
     iterator = make_iterator(loader, prefetch=1)
-    next(iterator)
-    iterator.close()
-    assert loader.is_closed
+    generator = generate(iterator)
+    next(generator)
+    generator.close()
+    assert indices([next(iterator)]) == [1]
+    assert not loader.is_down
+    iterator.shut_down()
+    assert loader.is_down

@@ -87,11 +87,11 @@ def test_the_number_of_workers_changes_nothing(packing):
     batches = make_batches(packing, num_workers=1)
     found = draw(batches, 10)
     state = json.loads(json.dumps(batches.get_state()))
-    batches.close()
+    batches.shut_down()
     successor = make_batches(packing, num_workers=4)
     successor.set_state(state)
     found += draw(successor, 20)
-    successor.close()
+    successor.shut_down()
     assert_same(found, expected)
 
 

@@ -127,12 +127,15 @@ class MultiHostDataLoadIterator:
         """Return what the loader tells of its data, if it does: prefetched batches are counted already."""
         return self.dataloader.get_statistics() if hasattr(self.dataloader, "get_statistics") else {}  # pyright: ignore[reportAttributeAccessIssue]
 
-    def close(self) -> None:
-        """End the thread and the processes that prepare batches."""
+    def shut_down(self) -> None:
+        """End the thread and the processes that prepare batches, as happens when nobody has the iterator any more.
+
+        It is not called `close`, which a generator that yields from an iterator would call at its own end.
+        """
         if self._prefetcher is not None:
             self._prefetcher.stop()
-        if hasattr(self.dataloader, "close"):
-            self.dataloader.close()  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(self.dataloader, "shut_down"):
+            self.dataloader.shut_down()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _next_batch_of_epoch(self) -> PyTree:
         """Return the next batch; where the loader had just ended when an epoch begins, the epoch begins after that."""
@@ -258,7 +261,13 @@ def get_next_batch_sharded(
         batch = jax.tree.unflatten(
             structure, [_pad_array_to_shape(pair, pad_value) for pair in zip(leaves, shapes, strict=True)]
         )
-    return jax.tree_util.tree_map_with_path(lambda path, array: _form_global_array(path, array, global_mesh), batch)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+    if jax.process_count() == 1:  # All at once is faster than one by one.
+        for path, array in leaves:
+            _check_rows(path, array, global_mesh)
+        sharding = NamedSharding(global_mesh, PartitionSpec(global_mesh.axis_names))
+        return jax.device_put(batch, sharding)
+    return jax.tree.unflatten(structure, [_form_global_array(path, array, global_mesh) for path, array in leaves])
 
 
 def rows_of_process(global_mesh: Mesh, num_rows: int) -> np.ndarray:
@@ -282,13 +291,17 @@ def _pad_array_to_shape(array_and_shape: tuple[np.ndarray, tuple[int, ...]], pad
     return np.pad(array, missing, constant_values=pad_value)
 
 
-def _form_global_array(path: Any, array: np.ndarray, global_mesh: Mesh) -> jax.Array:
+def _check_rows(path: Any, array: np.ndarray, global_mesh: Mesh) -> None:
     num_devices = len(global_mesh.local_devices)
     if array.ndim == 0 or array.shape[0] % num_devices:
         raise ValueError(
             f"The array {jax.tree_util.keystr(path)} of a batch has the shape {array.shape} in this process: its first "
             f"axis must be a multiple of the {num_devices} devices here. Change the batch size."
         )
+
+
+def _form_global_array(path: Any, array: np.ndarray, global_mesh: Mesh) -> jax.Array:
+    _check_rows(path, array, global_mesh)
     shape, sharding = _build_global_shape_and_sharding(array.shape, global_mesh)
     return jax.make_array_from_process_local_data(sharding, array, shape)
 

@@ -191,7 +191,7 @@ class OrderedBatches(Iterator[LLMBatch]):
             statistics[f"skipped{suffix}"] = float(source.num_left_out + stream.num_skipped)
         return statistics
 
-    def close(self) -> None:
+    def shut_down(self) -> None:
         """End the workers."""
         self._pool.close()
 
