@@ -1,10 +1,11 @@
-"""Two processes that find each other, for tests of what many hosts do."""
+"""Processes for tests: two that find each other, as many hosts do, and what becomes of others."""
 
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 TESTS = pathlib.Path(__file__).parent
 DEADLINE_SECONDS = 300
@@ -41,3 +42,19 @@ def run_two(script: pathlib.Path, *arguments: str, python_options: tuple[str, ..
         for process in processes:
             process.kill()
     return [process.returncode for process in processes], "\n".join(outputs)
+
+
+def wait_until(condition, seconds=60):
+    """Wait until a condition holds; that it never does is a failure."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def is_running(process_id):
+    """Tell whether a process has not ended."""
+    try:
+        return pathlib.Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -8,11 +8,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from array_record.python import array_record_module
+from processes import is_running, wait_until
 
 from xlstm_jax.dataset import prepare as module
 from xlstm_jax.dataset.light_tokenizers import ByteTokenizer, FileTokenizer, train_tokenizer
@@ -24,7 +24,6 @@ from xlstm_jax.dataset.token_shards import TokenShards, read_manifest, verify, w
 
 TEXTS = [f"Document {number}: " + "words and more words " * (number % 7) for number in range(300)]
 KILOBYTE = 1 / 1024
-DEADLINE_SECONDS = 60
 
 
 def json_lines(texts):
@@ -325,13 +324,6 @@ def start(*arguments, **environment):
     return subprocess.Popen(command, env={**os.environ, **environment}, cwd=Path(__file__).parents[2])
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def running_children(process_id):
     """Return the processes that another one has started and that have not ended."""
     stats = []
@@ -341,13 +333,6 @@ def running_children(process_id):
         except OSError:  # It has ended since.
             continue
     return [child for child, state, parent in stats if int(parent) == process_id and state != "Z"]
-
-
-def is_running(process_id):
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes_and_leaves_no_worker(tmp_path, output):

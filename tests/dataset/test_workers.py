@@ -9,30 +9,15 @@ from pathlib import Path
 
 import pytest
 from dataset.corpora import do_task
+from processes import is_running, wait_until
 
 from xlstm_jax.dataset.workers import WorkerPool
-
-DEADLINE_SECONDS = 30
 
 
 @pytest.fixture(scope="module")
 def pool():
     with WorkerPool(do_task, 2) as pool:
         yield pool
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_running(process_id):
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_results_come_in_the_order_of_the_tasks_from_all_workers(pool):
@@ -86,6 +71,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path):
     script = """
 import pathlib, sys
 from dataset.corpora import do_task
+from processes import is_running, wait_until
 from xlstm_jax.dataset.workers import WorkerPool
 pool = WorkerPool(do_task, 2)
 for name in sys.argv[1:]:
