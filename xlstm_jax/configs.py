@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path, PurePath
 from typing import Any, Literal, Union
 
-import jax.numpy as jnp
+import numpy as np
 
 from xlstm_jax.import_utils import class_to_name, dotted_path, resolve_import
 
@@ -262,6 +262,8 @@ def _read_str(data: Any) -> str:
 
 
 def _read_dtype(data: Any) -> str:
+    import jax.numpy as jnp  # which knows bfloat16, and which the command line does not wait for
+
     name = data.rpartition(".")[2] if isinstance(data, str) else data
     try:
         return jnp.dtype(name).name
@@ -282,7 +284,7 @@ _LEAF_READERS = {
     float: _read_float,
     str: _read_str,
     Path: lambda data: Path(_read_str(data)),
-    jnp.dtype: _read_dtype,
+    np.dtype: _read_dtype,
     type: _read_callable,
     callable: _read_callable,
     collections.abc.Callable: _read_callable,

@@ -9,8 +9,20 @@ import pytest
 from trainer.runs import make_trainer, model_config
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.dataset.light_tokenizers import ByteTokenizer
+from xlstm_jax.dataset.light_tokenizers import ByteTokenizer, train_tokenizer
 from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
+from xlstm_jax.trainer.logger import Logger
+from xlstm_jax.trainer.logger.base_logger import LoggerTool
+
+
+class Reader(LoggerTool):
+    """Keeps the texts that it is given."""
+
+    def __init__(self):
+        self.texts = []
+
+    def log_text(self, name, text, step):
+        self.texts.append((name, text, step))
 
 
 class Parrot:
@@ -19,6 +31,8 @@ class Parrot:
     def __init__(self, path, text=b" and more"):
         self.log_path, self.text = path, list(text)
         self.state, self.global_step, self.asked = None, 7, []
+        self.logger = Logger(None)
+        self.logger.log_tools = [Reader()]
 
     def get_generate_fn(self, max_length, eod_token_id, token_sample_fn):
         def generate(state, rng, prefix, mask):
@@ -45,6 +59,19 @@ def test_each_evaluation_writes_prompts_and_continuations(tmp_path):
     assert write(Parrot(tmp_path), prompts=["Once", "One day"]) == (
         "--- 'Once'\n and more\n\n--- 'One day'\n and more\n"
     )
+
+
+def test_the_tools_of_the_logger_get_whole_texts(tmp_path):
+    trainer = Parrot(tmp_path)
+    write(trainer, prompts=["Once"])
+    assert trainer.logger.log_tools[0].texts == [("'Once' continued", "Once and more", 30)]
+
+
+def test_a_tokenizer_may_be_named_by_its_path(tmp_path):
+    folder = train_tokenizer(["Once upon a time"] * 20, 280, tmp_path / "tokenizer")
+    trainer = Parrot(tmp_path, text=b"")
+    assert "--- 'Once upon'" in write(trainer, prompts=["Once upon"], tokenizer=str(folder))
+    assert trainer.asked[0][0].shape[1] < len("Once upon")
 
 
 def test_a_test_writes_samples_too(tmp_path):

@@ -29,6 +29,17 @@ def test_a_line_has_the_documented_format(tmp_path, capsys):
     assert capsys.readouterr().out == line
 
 
+def test_messages_below_a_level_are_in_the_file_only(tmp_path, capsys):
+    Logger(LoggerConfig(log_path=tmp_path, print_level="WARNING"))
+    LOGGER.info("Quiet.")
+    LOGGER.warning("Loud.")
+    written, shown = (tmp_path / "output.log").read_text(), capsys.readouterr().out
+    assert ("Quiet." in written, "Loud." in written) == (True, True)
+    assert ("Quiet." in shown, "Loud." in shown) == (False, True)
+    with pytest.raises(ValueError, match="print_level is 'LOUD'"):
+        LoggerConfig(print_level="LOUD")
+
+
 def test_a_single_process_has_no_rank(tmp_path):
     setup_logging(str(tmp_path / "output.log"))
     LOGGER.info("A message.")

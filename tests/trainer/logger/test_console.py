@@ -189,3 +189,21 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(monkeypatch):
     make(terminal).log_host_metrics(ROW, 200, mode="train")
     assert terminal.getvalue().startswith("step 200/1000")
     assert not CONTROL.search(terminal.getvalue())
+
+
+def test_bits_per_byte_of_an_evaluation_stand_beside_what_is_to_beat(capsys):
+    logger = Logger(LoggerConfig())
+    logger.log_tools = [ConsoleLoggerConfig(references={"gzip": 2.114, "xz": 1.5}).create(logger)]
+    logger.log_host_metrics({"loss": 1.0, "bits_per_byte": 1.4427}, 5, mode="val")
+    (line,) = lines_of(capsys)
+    assert "bits per byte 1.443 · gzip 2.114 · xz 1.500" in line
+
+
+def test_the_first_lines_of_a_text_are_shown(capsys):
+    logger = make()
+    logger.log_text("'def' continued", "\n".join(f"line {n}" for n in range(12)), 30)
+    lines = lines_of(capsys)
+    assert lines[0] == "  'def' continued at step 30"
+    assert lines[1:3] == ["  │ line 0", "  │ line 1"]
+    assert lines[-1] == "  │ …"
+    assert len(lines) == 10

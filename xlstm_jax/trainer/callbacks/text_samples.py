@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.dataset.light_tokenizers import ByteTokenizer
+from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
+from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER
 from xlstm_jax.inference.sampling import temperature_sampling
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
@@ -37,7 +39,8 @@ class TextSamplesConfig(CallbackConfig):
     eod_token_id: int = -1
     """The token that ends a sample; -1 if none does."""
     tokenizer: Any = None
-    """Anything that can `encode` a text and `decode` tokens; by default a token is a byte."""
+    """The path or name of a tokenizer, or anything that can `encode` a text and `decode` tokens; by default a token is
+    a byte."""
     seed: int = 0
 
     def __post_init__(self):
@@ -68,7 +71,9 @@ class TextSamples(Callback):
     def __init__(self, config: TextSamplesConfig, trainer: Any, data_module: DataloaderModule | None = None):
         super().__init__(config, trainer, data_module)
         self.config = config
-        self.tokenizer = ByteTokenizer() if config.tokenizer is None else config.tokenizer
+        given = BYTE_TOKENIZER if config.tokenizer is None else config.tokenizer
+        is_name = isinstance(given, str | Path)
+        self.tokenizer = load_tokenizer(given, add_bos=False, add_eos=False) if is_name else given
         self._prompts = [self._encode(prompt) for prompt in config.prompts for _ in range(config.num_samples)]
         self._generate = trainer.get_generate_fn(
             max_length=config.max_length,
@@ -106,6 +111,7 @@ class TextSamples(Callback):
             return
         for prompt, text in samples:
             LOGGER.info("Sample at step %d: %r ... %r", step_idx, prompt, text[:LOGGED_CHARACTERS])
+            self.trainer.logger.log_text(f"{prompt!r} continued", prompt + text, step_idx)
         if self.trainer.log_path is not None:
             folder = self.trainer.log_path / "samples"
             folder.mkdir(parents=True, exist_ok=True)

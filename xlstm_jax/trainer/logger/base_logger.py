@@ -14,7 +14,7 @@ import numpy as np
 
 from xlstm_jax.common_types import HostMetrics, Metrics
 from xlstm_jax.configs import ConfigDict, ConfigError
-from xlstm_jax.trainer.logger.cmd_logging import setup_logging_multiprocess
+from xlstm_jax.trainer.logger.cmd_logging import LEVELS, setup_logging_multiprocess
 from xlstm_jax.trainer.metrics import get_metrics
 
 LOGGER = logging.getLogger(__name__)
@@ -39,8 +39,12 @@ class LoggerConfig(ConfigDict):
     log_tools: list[LoggerToolsConfig] = dataclasses.field(default_factory=list)
     cmd_logging_name: str = "output"
     """Messages go to the file of this name in `log_path`, with the suffix `.log`."""
+    print_level: str = "DEBUG"
+    """Messages below this level are in the file only, not on stdout."""
 
     def __post_init__(self):
+        if self.print_level not in LEVELS:
+            raise ConfigError(f"print_level is {self.print_level!r}: choose from {', '.join(LEVELS)}.")
         if self.log_every_n_steps < 1:
             raise ConfigError(f"log_every_n_steps is {self.log_every_n_steps}: it has to be 1 or more.")
 
@@ -64,6 +68,9 @@ class LoggerTool:
 
     def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
         """Keep the metrics of a step. Scalars are Python's, others are NumPy arrays or tuples of them."""
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Keep a text, such as one that the model has written."""
 
     def finalize(self, status: str) -> None:
         """Write what is not yet written; `status` is `success`, `nan`, `interrupted` or `error`."""
@@ -110,7 +117,8 @@ class Logger:
         self._last_log: tuple[float, int] | None = None
         self._reported: set[tuple[int, type[Exception]]] = set()
         if not is_quiet:
-            setup_logging_multiprocess(self.log_path and self.log_path / f"{config.cmd_logging_name}.log")
+            logfile = self.log_path and self.log_path / f"{config.cmd_logging_name}.log"
+            setup_logging_multiprocess(logfile, print_level=config.print_level)
         tools = config.log_tools if jax.process_index() == 0 else []
         self.log_tools = [tool.create(self) for tool in tools]
 
@@ -124,6 +132,12 @@ class Logger:
         for tool in self.log_tools:
             with self._tolerate_errors_of(tool):
                 tool.log_config(config)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Hand a text, such as one that the model has written, to all tools."""
+        for tool in self.log_tools:
+            with self._tolerate_errors_of(tool):
+                tool.log_text(name, text, step)
 
     def on_training_start(self, step: int | None = None) -> None:
         """Set up all tools and forget the NaNs of earlier runs.

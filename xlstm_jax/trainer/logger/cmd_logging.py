@@ -61,16 +61,17 @@ def setup_logging(logfile: str | Path | None = "output.log") -> None:
     _setup(logfile, rank="", level=get_loglevel())
 
 
-def setup_logging_multiprocess(logfile: str | Path | None = "output.log") -> None:
+def setup_logging_multiprocess(logfile: str | Path | None = "output.log", print_level: str = "DEBUG") -> None:
     """Do as `setup_logging`, with the rank in each line, and only errors from processes other than the first.
 
     This starts JAX's backends, so `jax.distributed.initialize` has to come before it.
 
     Args:
         logfile: As for `setup_logging`.
+        print_level: Messages below this level are in the file only.
     """
     rank = jax.process_index()
-    _setup(logfile, rank=f"[R{rank}]", level=get_loglevel() if rank == 0 else "ERROR")
+    _setup(logfile, rank=f"[R{rank}]", level=get_loglevel() if rank == 0 else "ERROR", print_level=print_level)
 
 
 def get_loglevel() -> str:
@@ -87,8 +88,8 @@ def setup_exception_logging() -> None:
         sys.excepthook = _ExceptionLogger(sys.excepthook)
 
 
-def _setup(logfile: str | Path | None, *, rank: str, level: str) -> None:
-    handlers: list[logging.Handler] = [_StdoutHandler()]
+def _setup(logfile: str | Path | None, *, rank: str, level: str, print_level: str = "DEBUG") -> None:
+    handlers: list[logging.Handler] = [_StdoutHandler(print_level)]
     if logfile is not None:
         Path(logfile).parent.mkdir(parents=True, exist_ok=True)
         handlers.append(_LogFileHandler(logfile, encoding="utf-8"))

@@ -19,6 +19,7 @@ from xlstm_jax.trainer.logger.values import only_numbers
 POSTFIXES = ("", "_mean", "_single")
 SILENT_MODES = {"dataset", "model", "parallel"}
 MOST_RESULTS = 8
+MOST_LINES = 8
 BAR_WIDTH = 12
 SEPARATOR = "  "
 
@@ -29,6 +30,8 @@ class ConsoleLoggerConfig(LoggerToolsConfig):
 
     live: bool | None = None
     """Whether to draw a line that is always the last; with `None`, if stdout is a terminal that can."""
+    references: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Bits per byte to compare those of evaluations with, such as what a compressor reaches on the same bytes."""
 
     def create(self, logger: Logger) -> "ConsoleLogger":
         """Build the tool."""
@@ -50,6 +53,7 @@ class ConsoleLogger(LoggerTool):
 
     def __init__(self, config: ConsoleLoggerConfig, logger: Logger, console: Console | None = None):  # noqa: ARG002
         self.console = console or Console(force_terminal=config.live or None)
+        self._references = "".join(f" · {name} {_number(bits)}" for name, bits in config.references.items())
         can_draw = self.console.is_terminal and not self.console.is_dumb_terminal
         self.is_live = can_draw if config.live is None else config.live
         self._live: Live | None = None
@@ -68,8 +72,14 @@ class ConsoleLogger(LoggerTool):
             self._step_time = _find(metrics, "step_time") or self._step_time
             if parts := _describe_training(metrics):
                 self._show_progress(step, parts)
-        elif mode not in SILENT_MODES and (parts := _describe_results(metrics)):
+        elif mode not in SILENT_MODES and (parts := _describe_results(metrics, self._references)):
             self._show_line(SEPARATOR.join([f"{mode} at step {step}", *parts]))
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Show the first lines of a text."""
+        lines = text.splitlines()
+        shown = [f"  │ {line}" for line in lines[:MOST_LINES]] + ["  │ …"] * (len(lines) > MOST_LINES)
+        self._show_line("\n".join([f"  {name} at step {step}", *shown]))
 
     def finalize(self, status: str) -> None:  # noqa: ARG002
         """Leave the last state of the line where it is and give the terminal back."""
@@ -122,11 +132,12 @@ def _describe_training(metrics: Mapping[str, Any]) -> list[str]:
     return [FORMATS[name](value) for name, value in values.items() if value is not None]
 
 
-def _describe_results(metrics: Mapping[str, Any]) -> list[str]:
+def _describe_results(metrics: Mapping[str, Any], references: str) -> list[str]:
     results = only_numbers(metrics)
     seconds = results.pop("epoch_time", None)
     shown = [
-        FORMATS[name](value) if name in FORMATS else f"{name} {_number(value)}"
+        (FORMATS[name](value) if name in FORMATS else f"{name} {_number(value)}")
+        + (references if name == "bits_per_byte" else "")
         for name, value in list(results.items())[:MOST_RESULTS]
     ]
     return [*shown, f"in {_duration(seconds)}"] if shown and seconds is not None else shown

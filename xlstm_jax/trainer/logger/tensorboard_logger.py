@@ -76,6 +76,11 @@ class TensorBoardLogger(LoggerTool):
         for name, value in only_numbers(metrics).items():
             self._writer.file_writer.add_summary(self._scalar(f"{mode}/{name}", float(value)), step)
 
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Write a text."""
+        self.setup()
+        self._writer.add_text(name, _as_code(text), step)
+
     def drop_after(self, step: int) -> None:
         """Begin a file that tells TensorBoard to hide what others have of later steps."""
         self._close()
@@ -92,8 +97,7 @@ class TensorBoardLogger(LoggerTool):
 
     def _log_config(self) -> None:
         text = json.dumps(json_value(self._logged_config, non_finite=str), indent=2)
-        # Indented by four, Markdown shows it as it is.
-        self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
+        self._writer.add_text("config", _as_code(text), 0)
         # TensorBoard finds out by itself which metrics there are, but only if no list of them is written.
         _, start, _ = self._tensorboard.summary.hparams(flat_config(self._logged_config), {})
         self._writer.file_writer.add_summary(start)
@@ -106,3 +110,8 @@ class TensorBoardLogger(LoggerTool):
         metadata = summary.SummaryMetadata(plugin_data=summary.SummaryMetadata.PluginData(plugin_name="scalars"))
         tensor = summary.TensorProto(dtype="DT_FLOAT", float_val=[value])
         return summary.Summary(value=[summary.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
+
+
+def _as_code(text: str) -> str:
+    """Return a text as Markdown that is shown as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
