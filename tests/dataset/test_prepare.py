@@ -209,10 +209,19 @@ def test_a_negative_number_of_workers_is_refused(source, output):
 
 def test_the_standard_library_has_its_own_splits(output):
     corpus = load_standard_library()
-    prepare(["stdlib"], output, num_workers=0)
+    prepare(["stdlib"], output, num_workers=0, max_document_bytes=None)
     assert read_texts(output / "validation") == [document.content.decode() for document in corpus.validation]
     assert read_manifest(output / "train").num_documents == len(corpus.train)
     assert read_manifest(output / "train").source["sha256"] == corpus.sha256
+
+
+def test_files_of_the_standard_library_are_cut_for_training_only(output):
+    corpus = load_standard_library()
+    prepare(["stdlib"], output, num_workers=0, max_document_bytes=2048)
+    pieces = read_texts(output / "train")
+    assert "".join(pieces) == "".join(document.content.decode() for document in corpus.train)
+    assert max(len(piece.encode()) for piece in pieces) <= 2048
+    assert read_manifest(output / "validation").num_documents == len(corpus.validation)
 
 
 def test_the_standard_library_has_no_other_splits(output):

@@ -95,7 +95,8 @@ def prepare(
         add_eos: End each document with the token for the end of a sequence, beside the one that training adds.
         column: The field or column of the text, where documents have several.
         on_bad_data: Whether a document that cannot be used is an error, or is left out and counted.
-        max_document_bytes: Where files of plain text are cut; see `TextFiles`.
+        max_document_bytes: Where files of plain text are cut, and those of the standard library for training; see
+            `TextFiles`.
         shard_megabytes: How much text goes into a shard; by default, so much that there are about 256 shards.
         num_workers: The number of processes that tokenise; by default, one for each core; 0 to do it in this one.
         overwrite: Replace what was prepared otherwise, which is an error by default.
@@ -248,7 +249,9 @@ def _prepare_split(split: Split, folder: Path, job: _Job) -> Manifest:
             write_manifest(folder, manifest)
             progress.advance(shard, group)
     if not manifest.shards:
-        raise ValueError(f"There are no documents for the split {split.name!r}.")
+        share = split.validation_share
+        way_out = f": cut texts smaller with max_document_bytes, or change validation_share {share}." if share else "."
+        raise ValueError(f"There are no documents for the split {split.name!r}{way_out}")
     return manifest
 
 

@@ -6,13 +6,14 @@ corpora have the same hash. Which side of the split a file is on depends on its 
 
 import dataclasses
 import functools
-import gzip
 import hashlib
 import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from xlstm_jax.dataset.compressors import compressed_bits_per_byte
 
 LOGGER = logging.getLogger(__name__)
 VALIDATION_SHARE = 0.05
@@ -129,10 +130,7 @@ def yardsticks(documents: Sequence[Document]) -> dict[str, float]:
     content = b"".join(document.content for document in documents)
     if not content:
         raise ValueError(f"There is nothing to compress in these {len(documents)} documents: give one that has bytes.")
-    import lzma  # some builds of Python lack it, which matters only here
-
-    compressed = {"gzip": gzip.compress(content, 9, mtime=0), "xz": lzma.compress(content, preset=9)}
-    return {name: 8 * len(result) / len(content) for name, result in compressed.items()}
+    return compressed_bits_per_byte(content)
 
 
 def _find_names(root: Path, errors: list[OSError]) -> Iterator[str]:

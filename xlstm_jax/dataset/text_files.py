@@ -294,13 +294,14 @@ def _decompressed(file: io.BufferedIOBase, compression: str) -> Iterator[io.Buff
 
 def _read_plain_text(stream: io.BufferedIOBase, max_bytes: int | None) -> Iterator[str | BadDocument]:
     num_lines = 0
-    for content in [stream.read()] if max_bytes is None else _cut(stream, max_bytes):
+    for content in [stream.read()] if max_bytes is None else cut_at_lines(stream, max_bytes):
         if content:
             yield _decode(content, first_line=num_lines + 1)
             num_lines += content.count(b"\n")
 
 
-def _cut(stream: io.BufferedIOBase, max_bytes: int) -> Iterator[bytes]:
+def cut_at_lines(stream: io.BufferedIOBase, max_bytes: int) -> Iterator[bytes]:
+    """Yield text in pieces that end with lines, or between characters where a line is longer than a piece."""
     content = stream.read(max_bytes + 1)
     while len(content) > max_bytes:
         end = content.rfind(b"\n", 0, max_bytes) + 1 or _last_border(content, max_bytes)

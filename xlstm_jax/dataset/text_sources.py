@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from xlstm_jax.dataset.text_documents import ColumnTexts, is_saved_dataset
-from xlstm_jax.dataset.text_files import BEGINNING, BadDataPolicy, OnBadData, Position, TextFiles, check_text
+from xlstm_jax.dataset.text_files import (
+    BEGINNING,
+    BadDataPolicy,
+    OnBadData,
+    Position,
+    TextFiles,
+    check_text,
+    cut_at_lines,
+)
 from xlstm_jax.dataset.token_shards import MANIFEST_FILE, find_shards, open_records, read_manifest, spread_numbers
 
 STANDARD_LIBRARY = "stdlib"
@@ -148,7 +157,7 @@ def open_splits(
         if len(paths) == 1:
             path = paths[0]
             if path == STANDARD_LIBRARY:
-                return _open_standard_library(name, on_bad_data)
+                return _open_standard_library(name, on_bad_data, max_document_bytes)
             if path.startswith(HUGGING_FACE) or is_saved_dataset(path):
                 return _open_dataset(path.removeprefix(HUGGING_FACE), name, column, on_bad_data)
             for folder in (Path(path, name), Path(path)):
@@ -173,19 +182,24 @@ def _split_names(paths: Sequence[str], split: str | None, validation_share: floa
     return _BOTH_SPLITS
 
 
-def _open_standard_library(split: str, on_bad_data: OnBadData) -> TextSource:
+def _open_standard_library(split: str, on_bad_data: OnBadData, max_document_bytes: int | None) -> TextSource:
+    """Open a split, of which files for training are cut as other plain text is; those for validation stay whole."""
     from xlstm_jax.dataset.standard_library import count_bytes, load_standard_library
 
     if split not in _BOTH_SPLITS:
         raise ValueError(f"The standard library has no split {split!r}, only {' and '.join(_BOTH_SPLITS)}.")
     corpus = load_standard_library()
     documents = corpus.train if split == "train" else corpus.validation
+    max_bytes = max_document_bytes if split == "train" else None
+    texts = [document.content.decode("utf-8", "replace").encode() for document in documents]
+    if max_bytes is not None:
+        texts = [piece for text in texts for piece in cut_at_lines(io.BytesIO(text), max_bytes)]
     return NumberedTexts(
         STANDARD_LIBRARY,
-        lambda start, end: [document.content.decode("utf-8", "replace") for document in documents[start:end]],
-        num_texts=len(documents),
+        lambda start, end: texts[start:end],
+        num_texts=len(texts),
         num_bytes=count_bytes(documents),
-        description={"paths": [STANDARD_LIBRARY], "sha256": corpus.sha256},
+        description={"paths": [STANDARD_LIBRARY], "sha256": corpus.sha256, "max_document_bytes": max_bytes},
         on_bad_data=on_bad_data,
     )
 

@@ -47,6 +47,6 @@ class GatedFeedForward(nn.Module):
         return RowDense(x.shape[-1], kernel_init=self.down_init, name="down", **common)(self.activation(gate) * up)
 
 
-def round_up(size: float, multiple: int) -> int:
+def round_up(size: float | int, multiple: int) -> int:
     """Return the smallest multiple that is not below a size."""
     return -int(-size // multiple) * multiple
