@@ -1,0 +1,99 @@
+"""The report of a run, written while it trains: `report.html` in its folder."""
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
+from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.report.environment import record_end, record_parameters, record_start
+from xlstm_jax.trainer.report.page import write_report
+from xlstm_jax.trainer.report.run_files import read_run
+
+LOGGER = logging.getLogger(__name__)
+
+SLOW_SECONDS = 1.0
+"""A report that is written faster is written after every validation."""
+LARGEST_SHARE = 0.02
+"""How much of the time of a run slower reports may take."""
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class RunReportConfig(CallbackConfig):
+    """After which validations the report is written, and what it compares with."""
+
+    main_process_only: bool = True
+    references: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Bits per byte by name, such as those of compressors; each is a line beside the curves of the run."""
+
+    def __post_init__(self):
+        bad = {name: value for name, value in self.references.items() if not math.isfinite(value) or value <= 0}
+        if bad:
+            raise ConfigError(f"references has {bad}: bits per byte have to be finite and positive.")
+
+    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "RunReport":
+        """Build the callback."""
+        return RunReport(self, trainer, data_module)
+
+
+class RunReport(Callback):
+    """Writes `environment.json` and `parameters.json` when training starts, and `report.html` after validations.
+
+    The first process does all of it. Put it after callbacks whose files it is to show, such as samples. A failure does
+    not end the run: a warning says so, once. Without a folder of the run, nothing is written.
+
+    Args:
+        config: When to write, and what to compare with.
+        trainer: The trainer.
+        data_module: The data of the run.
+    """
+
+    def __init__(self, config: RunReportConfig, trainer: Any, data_module: DataloaderModule | None = None):
+        super().__init__(config, trainer, data_module)
+        self.config = config
+        self._writes = jax.process_index() == 0 and trainer.log_path is not None
+        self._has_started = self._has_failed = False
+        self._last_end, self._last_seconds = -math.inf, 0.0
+
+    def on_training_start(self) -> None:
+        """Write down what runs, and on what."""
+        self._has_started = True
+        step, references = self.trainer.global_step, self.config.references
+        self._try(lambda: record_start(self.trainer.log_path, step=step, references=references))
+        self._try(lambda: record_parameters(self.trainer.log_path, self.trainer.state.params))
+
+    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+        """Write the report, unless it takes too much of the time."""
+        pause = 0.0 if self._last_seconds < SLOW_SECONDS else self._last_seconds / LARGEST_SHARE
+        if time.monotonic() - self._last_end >= pause:
+            self._try(self._write)
+
+    def finalize(self, status: str | None = None) -> None:
+        """Write the report of the whole run, if there was one."""
+        if not self._has_started:
+            return
+        self._has_started = False
+        self._try(lambda: record_end(self.trainer.log_path, status=status or "success"))
+        self._try(self._write)
+
+    def _write(self) -> None:
+        start = time.monotonic()
+        write_report([read_run(self.trainer.log_path)], self.trainer.log_path / "report.html")
+        self._last_end = time.monotonic()
+        self._last_seconds = self._last_end - start
+
+    def _try(self, write: Callable[[], None]) -> None:
+        if not self._writes:
+            return
+        try:
+            write()
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                LOGGER.warning("The report could not be written; the run goes on.", exc_info=True)

@@ -1,0 +1,1 @@
+"""The report of a run: one page that shows all that its folder tells."""
