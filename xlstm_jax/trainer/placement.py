@@ -7,16 +7,21 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import FrozenDict
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.dataset.batch import Batch
 
 
-def on_mesh(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+def on_mesh(function: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
     """Turn the program of a device into one over global arrays."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def find_specs(function: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, *arguments: Any) -> PyTree:
+    """Find the partition specs of a device's program, whose results say by their boxes how they are split."""
+    return nn.get_partition_spec(jax.eval_shape(on_mesh(function, mesh, in_specs, P()), *arguments))
 
 
 def init_sharded(function: Callable, mesh: Mesh, in_specs: Any, *arguments: Any) -> tuple[PyTree, PyTree]:
@@ -31,19 +36,23 @@ def init_sharded(function: Callable, mesh: Mesh, in_specs: Any, *arguments: Any)
     Returns:
         The results and their partition specs.
     """
-    shapes = jax.eval_shape(on_mesh(function, mesh, in_specs, P()), *arguments)
-    specs = nn.get_partition_spec(shapes)
+    specs = find_specs(function, mesh, in_specs, *arguments)
     return jax.jit(on_mesh(function, mesh, in_specs, specs))(*arguments), specs
 
 
-def place_batch(batch: Batch, mesh: Mesh, specs: P) -> Batch:
-    """Spread an example batch over a mesh; where there are only shapes, zeros take their place."""
+def check_rows(batch: Batch, mesh: Mesh | AbstractMesh) -> None:
+    """Refuse a batch whose rows cannot be split over all devices."""
     num_rows = {x.shape[0] for x in jax.tree.leaves(batch)}
     if any(rows % mesh.size for rows in num_rows):
         raise ValueError(
             f"A batch of {min(num_rows)} rows cannot be split over {mesh.size} devices: the number of rows has to be a "
             f"multiple of it. Use {mesh.size} rows or a multiple, or a mesh of fewer devices."
         )
+
+
+def place_batch(batch: Batch, mesh: Mesh, specs: P) -> Batch:
+    """Spread an example batch over a mesh; where there are only shapes, zeros take their place."""
+    check_rows(batch, mesh)
     sharding = NamedSharding(mesh, specs)
 
     def place(x: Any) -> jax.Array:

@@ -12,28 +12,11 @@ import jax.numpy as jnp
 from xlstm_jax.models.cost import model_cost
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.trainer.accelerators import of_device_kind
 from xlstm_jax.trainer.base.clock import Clock
 from xlstm_jax.trainer.base.steps import BAD_STEPS
 
 LOGGER = logging.getLogger(__name__)
-
-PEAK_FLOPS = {
-    "NVIDIA GB200": 2.5e15,
-    "NVIDIA B200": 2.25e15,
-    "NVIDIA H200": 989e12,
-    "NVIDIA GH200": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA A40": 150e12,
-    "TPU v6": 918e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 197e12,
-    "TPU v4": 275e12,
-}
-"""Dense bfloat16 FLOPs a second by the beginning of a device's name, longer names first."""
 
 MEASURED_SIZE = 512
 GIB = 2**30
@@ -115,18 +98,18 @@ def device_memory() -> int:
 def peak_flops(num_devices: int) -> float:
     """Return the FLOPs a second that the devices can reach; what is in no table is measured once."""
     kind = jax.devices()[0].device_kind
-    for name, flops in PEAK_FLOPS.items():
-        if kind.startswith(name):
-            return flops * num_devices
+    accelerator = of_device_kind(kind)
+    if accelerator is not None:
+        return accelerator.bfloat16_flops * num_devices
     # Simulated devices share one CPU.
-    return _measured_flops() * (1 if jax.default_backend() == "cpu" else num_devices)
+    return measured_flops(jax.local_devices()[0]) * (1 if jax.default_backend() == "cpu" else num_devices)
 
 
 @functools.cache
-def _measured_flops() -> float:
-    """Time a few matrix products on one device."""
+def measured_flops(device: Any) -> float:
+    """Return the FLOPs a second that a few matrix products reach on a device."""
     size = MEASURED_SIZE
-    x = jax.device_put(jnp.ones((size, size)), jax.local_devices()[0])
+    x = jax.device_put(jnp.ones((size, size)), device)
     product = jax.jit(jnp.matmul)
     times = []
     for _ in range(4):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.core import FrozenDict
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.common_types import HostMetrics, ImmutableMetrics, Metrics, PyTree, StepMetrics, TrainState
@@ -67,7 +67,8 @@ class TrainerModule(Validation):
         model_config: What to train.
         optimizer_config: How to update parameters.
         batch: An example of a batch over all devices; shapes (`jax.ShapeDtypeStruct`) will do.
-        mesh: The devices; made as `model_config.parallel` says by default.
+        mesh: The devices; made as `model_config.parallel` says by default. A mesh without devices is for subclasses
+            that run nothing.
 
     Attributes:
         state: The train state, spread over the mesh.
@@ -84,6 +85,7 @@ class TrainerModule(Validation):
         callbacks: What else happens in a run.
         dataset: Anything that `set_dataset` was given.
         should_stop: Set to true, the run ends after the step or validation at hand.
+        status: How the last training ended: `success`, `nan`, `interrupted` or `error`; `None` before the first.
         clock: Where the time went.
         monitor: Counts tokens and bad steps.
     """
@@ -97,7 +99,7 @@ class TrainerModule(Validation):
         model_config: ModelConfig,
         optimizer_config: OptimizerConfig,
         batch: Batch,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
     ):
         self.clock = Clock()
         self.trainer_config = trainer_config
@@ -116,6 +118,7 @@ class TrainerModule(Validation):
         self.num_rollbacks = 0
         self._batch_of_step: dict[int, int] = {}  # since the host last looked for bad steps
         self.should_stop = False
+        self.status: str | None = None
         self.dataset: Any = None
         self._train_metric_shapes: PyTree = None
         self._eval_metric_shapes: PyTree = None
@@ -129,9 +132,9 @@ class TrainerModule(Validation):
         self.create_jitted_functions()
         self.init_callbacks(trainer_config.callbacks)
 
-    def init_mesh(self, model_config: ModelConfig, mesh: Mesh | None = None) -> None:
+    def init_mesh(self, model_config: ModelConfig, mesh: Mesh | AbstractMesh | None = None) -> None:
         """Arrange the devices, and name the axes."""
-        self.mesh = initialize_mesh(model_config.parallel) if mesh is None else mesh
+        self.mesh: Any = initialize_mesh(model_config.parallel) if mesh is None else mesh
         names = tuple(str(name) for name in self.mesh.axis_names)
         self.data_axis_name, self.fsdp_axis_name, self.pipeline_axis_name, self.model_axis_name = names[:4]
         self.axis_names = names
@@ -141,9 +144,10 @@ class TrainerModule(Validation):
         """Make the logger: files go to the folder of the run unless other tools are named, and progress to stdout."""
         if logger_config is not None:
             tools = list(logger_config.log_tools)
-            if not tools and logger_config.log_path is not None:
+            if logger_config.log_path is not None and all(isinstance(tool, ConsoleLoggerConfig) for tool in tools):
                 tools.append(FileLoggerConfig())
-            if self.trainer_config.enable_progress_bar:
+            has_console = any(isinstance(tool, ConsoleLoggerConfig) for tool in tools)
+            if self.trainer_config.enable_progress_bar and not has_console:
                 tools.append(ConsoleLoggerConfig())
             logger_config = dataclasses.replace(logger_config, log_tools=tools)
         self.logger = Logger(logger_config, metric_postprocess_fn=self.get_metric_postprocess_fn())
@@ -171,24 +175,24 @@ class TrainerModule(Validation):
         """Draw the parameters; each is born where it belongs."""
         self.exmp_batch = exmp_input
         example = place_batch(exmp_input, self.mesh, self.batch_partition_specs)
-
-        def init(rng: jax.Array, batch: Batch) -> TrainState:
-            param_rng, rng = jax.random.split(rng)
-            variables = dict(self.run_model_init(batch, param_rng))
-            return TrainState.create(
-                apply_fn=self.model.apply,
-                params=variables.pop("params"),
-                mutable_variables=variables or None,
-                rng=rng,
-                tx=self.optimizer,
-                guard=GuardState.create() if self.trainer_config.check_for_nan else None,
-            ).replace(step=jnp.zeros((), jnp.int32))
-
         key = jax.random.PRNGKey(self.trainer_config.seed)
         self.state, self.state_partition_specs = init_sharded(
-            init, self.mesh, (P(), self.batch_partition_specs), key, example
+            self.init_state, self.mesh, (P(), self.batch_partition_specs), key, example
         )
         LOGGER.info("%s", self.tabulate_params())
+
+    def init_state(self, rng: jax.Array, batch: Batch) -> TrainState:
+        """Return the state before the first step, inside the mesh."""
+        param_rng, rng = jax.random.split(rng)
+        variables = dict(self.run_model_init(batch, param_rng))
+        return TrainState.create(
+            apply_fn=self.model.apply,
+            params=variables.pop("params"),
+            mutable_variables=variables or None,
+            rng=rng,
+            tx=self.optimizer,
+            guard=GuardState.create() if self.trainer_config.check_for_nan else None,
+        ).replace(step=jnp.zeros((), jnp.int32))
 
     def run_model_init(self, exmp_input: Batch, init_rng: jax.Array) -> Mapping[str, Any]:
         """Return the variables of the model, inside the mesh."""
@@ -358,6 +362,7 @@ class TrainerModule(Validation):
                 results["test"] = self.test_model(test_loader, apply_callbacks=True, epoch_idx=epoch_idx)
         finally:
             self.clock.stop()
+            self.status = status
             with contextlib.ExitStack() as stack:  # What one of them raises keeps no other from its end.
                 for part in reversed((self.logger, *self.callbacks)):
                     stack.callback(part.finalize, status)

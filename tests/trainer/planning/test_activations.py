@@ -1,0 +1,46 @@
+"""What the forward pass keeps is what remat says."""
+
+import dataclasses
+
+import pytest
+from trainer.planning.setups import LLAMA, SHAPE, make_setup
+
+from xlstm_jax.trainer.planning.abstract import AbstractTrainer
+from xlstm_jax.trainer.planning.activations import kept_activations
+from xlstm_jax.trainer.planning.compiled import compile_here
+from xlstm_jax.trainer.planning.plan import make_plan
+
+
+def kept(**options):
+    return kept_activations(AbstractTrainer.from_setup(make_setup(**options)))
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_a_block_that_is_computed_again_keeps_its_input_in_the_precision_of_the_model(dtype, itemsize):
+    shape = dataclasses.replace(LLAMA, dtype=dtype)
+    few, many = (kept(shape=dataclasses.replace(shape, num_blocks=n), remat="full") for n in (4, 12))
+    assert many - few == 8 * 16 * 24 * 32 * itemsize
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LLAMA])
+def test_the_more_is_computed_again_the_less_is_kept(shape):
+    full, dots, none = (kept(shape=shape, remat=remat) for remat in ("full", "dots", "none"))
+    assert full < dots < none
+
+
+def test_minibatches_keep_their_part():
+    whole, half = (kept(remat="full", accumulation=n) for n in (1, 2))
+    assert half < 0.7 * whole
+
+
+def test_every_device_keeps_the_activations_of_its_rows():
+    assert kept(remat="dots", dp=4, rows=16) == kept(remat="dots", rows=4)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LLAMA])
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+def test_the_compiled_step_needs_one_to_three_times_the_traced_estimate_in_float32(shape, remat):
+    wide = dataclasses.replace(shape, embedding_dim=64, num_blocks=8, ffn_dim=128)
+    setup = make_setup(shape=wide, remat=remat, rows=16, length=64)
+    estimate = make_plan(setup, "h100", compiles=False).traced_temporaries
+    assert 1 < compile_here(setup).temporaries / estimate < 3

@@ -1,0 +1,57 @@
+"""A run can be compiled for more devices than there are."""
+
+import dataclasses
+
+import pytest
+from trainer.planning.setups import LLAMA, SHAPE, make_setup
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
+from xlstm_jax.trainer.planning.abstract import AbstractTrainer
+from xlstm_jax.trainer.planning.compiled import compile_here
+from xlstm_jax.trainer.planning.memory import persistent_memory
+from xlstm_jax.trainer.planning.setup import Setup
+from xlstm_jax.trainer.planning.simulate import compile_elsewhere, compiled_memory
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LLAMA], ids=["xlstm", "llama"])
+def test_a_setup_survives_json(shape):
+    setup = make_setup(dp=2, tp=2, shape=shape, accumulation=2, remat="dots")
+    again = Setup.from_json(setup.to_json())
+    assert again.to_json() == setup.to_json()
+    assert AbstractTrainer.from_setup(again).lower().as_text() == AbstractTrainer.from_setup(setup).lower().as_text()
+
+
+def test_another_process_finds_the_same_numbers():
+    setup = make_setup(dp=2, fsdp=2, tp=2)
+    assert compile_elsewhere(setup) == compile_here(setup)
+
+
+def test_sixteen_devices_are_simulated():
+    setup = make_setup(dp=4, fsdp=4, remat="full")
+    memory = compiled_memory(setup)
+    assert memory.device_kind == "cpu"
+    # The step does not read the positions of targets.
+    unread = setup.context_length * 4
+    state = persistent_memory(AbstractTrainer.from_setup(setup)).total
+    assert state - 2 * unread <= memory.arguments <= state
+
+
+@dataclasses.dataclass(kw_only=True, frozen=False)
+class StubbornConfig(LLMTrainerConfig):
+    """A config that refuses to be read."""
+
+    fuse: bool = False
+
+    def __post_init__(self):
+        if self.fuse:
+            raise ConfigError("This config has blown its fuse.")
+
+
+def test_the_error_of_the_other_process_is_told():
+    setup = make_setup()
+    config = StubbornConfig(logger=None)
+    setup = dataclasses.replace(setup, trainer=config)
+    vars(config)["fuse"] = True
+    with pytest.raises((RuntimeError, ConfigError), match="blown its fuse"):
+        compile_elsewhere(setup)

@@ -1,0 +1,165 @@
+"""What a plan is made for: the configs of a run, its batch and its devices."""
+
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType
+
+from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.dataset.batch import LLMBatch
+from xlstm_jax.distributed.mesh_utils import ParallelConfig
+from xlstm_jax.import_utils import dotted_path, resolve_import
+from xlstm_jax.models.configs import ModelConfig
+from xlstm_jax.models.llama.config import LlamaConfig
+from xlstm_jax.models.shared.stack import RematPolicy
+from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
+from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
+
+FSDP_MODULES = ("Embed", "Block", "LMHead")
+"""The modules of our models whose parameters FSDP can split."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run as far as its cost depends on it. Loggers and callbacks are left out of account."""
+
+    trainer: LLMTrainerConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    batch_size: int
+    """Rows of a batch, over all devices."""
+    context_length: int
+    num_devices: int
+
+    def __post_init__(self):
+        if not isinstance(self.model.model_config, XLSTMConfig | LlamaConfig):
+            raise ConfigError(
+                f"model_config is a {type(self.model.model_config).__name__}, but a plan needs an XLSTMConfig or a "
+                "LlamaConfig: of other models nobody knows the FLOPs."
+            )
+        if self.batch_size % self.num_devices:
+            raise ConfigError(
+                f"A batch of {self.batch_size} rows cannot be split over {self.num_devices} devices: the number of "
+                "rows has to be a multiple of it."
+            )
+        if self.rows % self.accumulation:
+            raise ConfigError(
+                f"gradient_accumulate_steps is {self.accumulation}, but does not divide the {self.rows} rows that a "
+                "device works on."
+            )
+
+    @property
+    def shape(self) -> XLSTMConfig | LlamaConfig:
+        """The shape of the model."""
+        shape: Any = self.model.model_config
+        return shape
+
+    @functools.cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        """The size of each mesh axis, in mesh order."""
+        sizes = self.model.parallel.axis_sizes
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        is_free = -1 in sizes.values()
+        if self.num_devices % fixed or (not is_free and fixed != self.num_devices):
+            asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ConfigError(
+                f"Impossible mesh {asked} for {self.num_devices} devices: the sizes need {'a multiple of ' * is_free}"
+                f"{fixed} devices."
+            )
+        return {name: self.num_devices // fixed if size == -1 else size for name, size in sizes.items()}
+
+    @property
+    def rows(self) -> int:
+        """The rows that a device works on in a step; those of the pipeline and model axes work on the same ones."""
+        names = self.model.parallel
+        return self.batch_size // (self.axis_sizes[names.data_axis_name] * self.axis_sizes[names.fsdp_axis_name])
+
+    @property
+    def accumulation(self) -> int:
+        """The number of minibatches."""
+        return self.trainer.gradient_accumulate_steps
+
+    @property
+    def mesh(self) -> AbstractMesh:
+        """The mesh without its devices."""
+        sizes = self.axis_sizes
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+    @property
+    def batch(self) -> LLMBatch:
+        """The shapes of a batch."""
+        return LLMBatch.get_dtype_struct(self.batch_size, self.context_length)
+
+    def with_choices(self, *, remat: RematPolicy, accumulation: int, fsdp: int, model: int) -> "Setup":
+        """Return the same run with other means to save memory.
+
+        Args:
+            remat: What is computed again in the backward pass.
+            accumulation: The number of minibatches, over which the step scans.
+            fsdp: The size of the FSDP axis.
+            model: The size of the model axis. The data axis takes the devices that are left.
+
+        Returns:
+            The run. Where no module is named for FSDP, all of them are.
+        """
+        old = self.model.parallel
+        parallel = dataclasses.replace(
+            old,
+            data_axis_size=-1,
+            fsdp_axis_size=fsdp,
+            model_axis_size=model,
+            remat=(),
+            fsdp_modules=old.fsdp_modules or FSDP_MODULES,
+        )
+        return dataclasses.replace(
+            self,
+            trainer=dataclasses.replace(
+                self.trainer, gradient_accumulate_steps=accumulation, gradient_accumulate_scan=True
+            ),
+            model=dataclasses.replace(
+                self.model,
+                parallel=parallel,
+                model_config=dataclasses.replace(self.shape, remat=remat, parallel=parallel),
+            ),
+        )
+
+    def to_json(self) -> str:
+        """Write the setup as text, for another process."""
+        trainer = dataclasses.replace(self.trainer, logger=None, callbacks=[])
+        return json.dumps(
+            {
+                "trainer_class": dotted_path(type(trainer)),
+                "trainer": trainer.to_dict(),
+                "model": self.model.to_dict(),
+                "optimizer": self.optimizer.to_dict(),
+                "batch_size": self.batch_size,
+                "context_length": self.context_length,
+                "num_devices": self.num_devices,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Setup":
+        """Read what `to_json` wrote."""
+        values = json.loads(text)
+        trainer_class = resolve_import(values.pop("trainer_class"))
+        return cls(
+            trainer=ConfigDict.from_dict(trainer_class, values.pop("trainer")),
+            model=ModelConfig.from_metadata(json.dumps({"model": values.pop("model")})),
+            optimizer=ConfigDict.from_dict(OptimizerConfig, values.pop("optimizer")),
+            **values,
+        )
+
+
+def remat_of(shape: XLSTMConfig | LlamaConfig) -> str:
+    """Return what blocks compute again; modules that are named for it do so in full."""
+    return "full" if shape.remat == "none" and "Block" in shape.parallel.remat else shape.remat
+
+
+def names_of(parallel: ParallelConfig) -> tuple[str, str]:
+    """Return the names of the FSDP and the model axis."""
+    return parallel.fsdp_axis_name, parallel.model_axis_name
