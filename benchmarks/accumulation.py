@@ -67,7 +67,7 @@ def main() -> None:
     gradient_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     _, one = measure(accumulate_gradients_loop, state, 1)
     mebibytes = gradient_bytes / 2**20
-    print(f"one minibatch: {one / gradient_bytes:.2f} gradients of temporaries ({mebibytes:.1f} MiB a gradient)")
+    print(f"one minibatch: {one / gradient_bytes:.2f} gradients of temporaries ({mebibytes:.1f} MiB a gradient)\n")
     print("| variant | minibatches | compile time / that of 2 | temporaries / gradient |\n|---|---|---|---|")
     for name, accumulate in (("loop", accumulate_gradients_loop), ("scan", accumulate_gradients_scan)):
         results = {n: measure(accumulate, state, n) for n in NUM_MINIBATCHES}

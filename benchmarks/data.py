@@ -203,7 +203,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     header = f"{platform.python_version()}, jax {jax.__version__}, grain {grain.__version__}, {os.cpu_count()} cores"
-    print(header)
+    print(header, end="\n\n")
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         for line in measure(Path(folder), options.seconds):

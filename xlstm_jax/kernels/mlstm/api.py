@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from xlstm_jax.kernels.mlstm.state import MLSTMState, empty_state, state_dtype
 
 LOGGER = logging.getLogger(__name__)
 
+Form = Literal["reference", "parallel", "chunkwise"]
 Backend = Literal["auto", "reference", "parallel", "chunkwise"]
 
 
@@ -90,17 +91,30 @@ def _cast(state: MLSTMState, dtype: jnp.dtype) -> MLSTMState:
     return MLSTMState(*(x.astype(dtype) for x in state))
 
 
-def _form(backend: Backend, chunk_size: int, eps: float) -> Callable[..., tuple[jax.Array, MLSTMState]]:
-    if backend == "reference":
-        return functools.partial(reference.mlstm_reference, eps=eps)
-    if backend == "parallel":
-        return functools.partial(mlstm_parallel, eps=eps)
-    if backend == "chunkwise":
-        return functools.partial(_chunkwise_of_any_length, chunk_size=chunk_size, eps=eps)
+def choose_backend() -> tuple[Form, str]:
+    """Return the form that `auto` picks on this device, and what is to be said about it."""
+    return "chunkwise", "the chunkwise form in plain JAX, which runs on every device"
+
+
+def resolve_backend(backend: Backend) -> Form:
+    """Return the form that computes on this device, and say what `auto` picks; a `ValueError` says why none can."""
     if backend == "auto":
-        say_once(LOGGER, "mLSTM: the chunkwise form in plain JAX, which runs on every device.")
-        return _form("chunkwise", chunk_size, eps)
-    raise ValueError(f"There is no mLSTM backend {backend!r}, only auto, reference, parallel and chunkwise.")
+        form, reason = choose_backend()
+        say_once(LOGGER, f"mLSTM: {reason}.")
+        return form
+    if backend not in get_args(Form):
+        raise ValueError(f"There is no mLSTM backend {backend!r}, only {', '.join(get_args(Backend))}.")
+    return backend
+
+
+def _form(backend: Backend, chunk_size: int, eps: float) -> Callable[..., tuple[jax.Array, MLSTMState]]:
+    match resolve_backend(backend):
+        case "reference":
+            return functools.partial(reference.mlstm_reference, eps=eps)
+        case "parallel":
+            return functools.partial(mlstm_parallel, eps=eps)
+        case "chunkwise":
+            return functools.partial(_chunkwise_of_any_length, chunk_size=chunk_size, eps=eps)
 
 
 def _chunkwise_of_any_length(q, k, v, log_input, log_forget, state, resets, *, chunk_size, eps):

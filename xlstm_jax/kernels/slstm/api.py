@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -14,6 +14,7 @@ from xlstm_jax.kernels.slstm.state import SLSTMState, empty_state
 
 LOGGER = logging.getLogger(__name__)
 
+Form = Literal["reference", "recompute"]
 Backend = Literal["auto", "reference", "recompute"]
 
 
@@ -65,15 +66,24 @@ def slstm_step(
     return state.hidden.astype(gates.dtype), state
 
 
-def _form(backend: Backend) -> Callable[..., Any]:
-    if backend == "reference":
-        return reference.slstm_reference
-    if backend == "recompute":
-        return slstm_recompute
+def choose_backend() -> tuple[Form, str]:
+    """Return the form that `auto` picks on this device, and what is to be said about it."""
+    return "recompute", "the scan with a backward pass that keeps only hidden states, on every device"
+
+
+def resolve_backend(backend: Backend) -> Form:
+    """Return the form that computes on this device, and say what `auto` picks; a `ValueError` says why none can."""
     if backend == "auto":
-        say_once(LOGGER, "sLSTM: the scan with a backward pass that keeps only hidden states, on every device.")
-        return slstm_recompute
-    raise ValueError(f"There is no sLSTM backend {backend!r}, only auto, reference and recompute.")
+        form, reason = choose_backend()
+        say_once(LOGGER, f"sLSTM: {reason}.")
+        return form
+    if backend not in get_args(Form):
+        raise ValueError(f"There is no sLSTM backend {backend!r}, only {', '.join(get_args(Backend))}.")
+    return backend
+
+
+def _form(backend: Backend) -> Callable[..., Any]:
+    return reference.slstm_reference if resolve_backend(backend) == "reference" else slstm_recompute
 
 
 def _check(gates, recurrent, state, resets, mask):

@@ -215,22 +215,28 @@ def check_backend(backend: str, dtype: jnp.dtype, head_dim: int) -> None:
         raise ConfigError(f"The attention backend 'cudnn' needs a head_dim that is a multiple of 8, not {head_dim}.")
 
 
+def choose_backend(dtype: jnp.dtype, head_dim: int) -> tuple[Literal["xla", "cudnn"], str]:
+    """Return the backend that `auto` picks on this device, and what is to be said about it."""
+    platform = jax.default_backend()
+    if platform == "gpu" and dtype in HALF_PRECISION and head_dim % 8 == 0 and head_dim <= 128:
+        return "cudnn", "cuDNN, for this is a GPU and heads are in half precision"
+    needs = "a GPU, half precision and heads of 8, 16, ... 128 features"
+    return "xla", f"XLA, for cuDNN needs {needs}, not {platform}, {dtype} and {head_dim}"
+
+
 def resolve_backend(backend: AttentionBackend, dtype: jnp.dtype, head_dim: int) -> Literal["xla", "cudnn"]:
-    """Return the backend that computes heads of a precision and size on this device, and say what `auto` picks."""
+    """Return the backend that computes heads of a precision and size on this device, and say what `auto` picks.
+
+    Raises:
+        ValueError: If the backend cannot, with the reason.
+    """
     check_backend(backend, dtype, head_dim)
-    has_gpu = jax.default_backend() == "gpu"
-    if backend == "cudnn" and not has_gpu:
+    if backend == "auto":
+        chosen, reason = choose_backend(dtype, head_dim)
+        say_once(LOGGER, f"Attention: {reason}.")
+        return chosen
+    if backend == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError(
             f"The attention backend 'cudnn' needs a GPU, but JAX runs on {jax.default_backend()}: use 'xla'."
         )
-    if backend != "auto":
-        return "cudnn" if backend == "cudnn" else "xla"
-    if has_gpu and dtype in HALF_PRECISION and head_dim % 8 == 0 and head_dim <= 128:
-        say_once(LOGGER, "Attention: cuDNN, for this is a GPU and heads are in half precision.")
-        return "cudnn"
-    given = f"{jax.default_backend()}, {dtype} and {head_dim}"
-    say_once(
-        LOGGER,
-        f"Attention: XLA, for cuDNN needs a GPU, half precision and heads of 8, 16, ... 128 features, not {given}.",
-    )
-    return "xla"
+    return "cudnn" if backend == "cudnn" else "xla"
