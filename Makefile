@@ -33,7 +33,7 @@ test-env: $(VENV)/.installed-test
 parity-env: $(VENV)/.installed-parity
 
 demo: install
-	@$(BIN)/python examples/train.py
+	@$(BIN)/xlstm-jax train experiment=demo
 
 test: test-env
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses=4 --dist=worksteal --durations=10 $(TESTS)

@@ -12,16 +12,27 @@ from collections.abc import Sequence
 from xlstm_jax import __version__
 
 COMMANDS = {
+    "train": "train a model: group=choice and key=value compose the run",
+    "resume": "go on with a run that was stopped",
+    "generate": "let a trained model continue texts",
+    "report": "draw the curves of one run, or of several, on a page",
     "prepare": "tokenise texts once, into shards that training reads",
-    "doctor": "check this machine: versions, devices, environment, extras",
+    "plan": "tell before a run what it needs: memory, time, sharding",
+    "bench": "run benchmarks and keep their results",
+    "doctor": "check this machine: versions, devices, kernels, disk",
 }
 """Every command and what it does, in the order that `--help` shows."""
+
+EXIT_CODES = (
+    "exit codes: 0 done; 1 an error; 2 a wrong command or setting; 3 training ended at a bad step; 75 a run hung; "
+    "130 and 143 stopped by Ctrl-C or SIGTERM, saved"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (by default, that of the process) and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="xlstm-jax", description="xLSTM language models in JAX.")
+    parser = argparse.ArgumentParser(prog="xlstm-jax", description="xLSTM language models in JAX.", epilog=EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"xlstm-jax {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, summary in COMMANDS.items():
@@ -30,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = importlib.import_module(f"xlstm_jax.cli.{name}")
             command.add_arguments(command_parser)
             command_parser.set_defaults(run=command.run)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes only those words for settings that stand before the first option
+        args.overrides += rest
     return args.run(args)
 
 

@@ -1,0 +1,169 @@
+"""Runs from the command line: composed, trained, stopped, resumed, sampled from, swept over and submitted."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import TESTS, wait_until
+
+from xlstm_jax.cli.main import main
+from xlstm_jax.recipes.compose import compose
+from xlstm_jax.recipes.run_config import build_run
+
+TINY = (
+    "model.embedding_dim=32",
+    "model.num_heads=2",
+    "model.num_blocks=2",
+    "data=text",
+    "data.prepare.sources=[poem.txt]",
+    "data.prepare.train_vocab_size=300",
+    "data.prepare.validation_share=0.3",
+    "data.prepare.max_document_bytes=200",
+    "data.prepare.num_workers=0",
+    "batch_size=8",
+    "context_length=32",
+    "num_train_steps=6",
+    "scheduler.warmup_steps=2",
+    "logger.log_every_n_steps=2",
+    "trainer.check_val_every_n_steps=3",
+    "callbacks=[default,samples]",
+    "callbacks.samples.max_length=16",
+)
+
+
+ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(TESTS.parent)}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty folder with a text, to run commands in."""
+    lines = [
+        f"On day {day} the ship of {day * 7 % 13} sails had {day * 31 % 17} stars above it.\n" for day in range(150)
+    ]
+    (tmp_path / "poem.txt").write_text("".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def losses(run: Path) -> list[str]:
+    """The rows of the validations of a run, without times."""
+    lines = (run / "file_logs/metrics_val.jsonl").read_text().splitlines()
+    return [re.sub(r'"epoch_time": [^,}]*', "", line) for line in lines]
+
+
+def test_a_run_trains_explains_itself_and_says_what_comes_next(folder, capsys):
+    assert main(["train", *TINY, "name=poem", "hydra.run.dir=outputs/here"]) == 0
+    shown = capsys.readouterr().out
+    for word in ["devices", "8 × cpu", "chunkwise", "parameters", "memory", "to beat", "gzip", "xz", "at a guess"]:
+        assert word in shown.split("step 2/6")[0], word
+    assert re.search(r"val at step 3 .*bits per byte [\d.]+ · gzip [\d.]+ · xz [\d.]+", shown)
+    assert "'The ' continued at step 6" in shown
+    assert "xlstm-jax generate outputs/here" in shown
+    assert "xlstm-jax resume outputs/here num_train_steps=12" in shown
+    assert "report  outputs/here/report.html" in shown
+    run = folder / "outputs/here"
+    for name in ["config.yaml", "environment.json", "parameters.json", "report.html", "output.log", "heartbeat.json"]:
+        assert (run / name).is_file(), name
+    assert (run / "samples/step_6.txt").is_file()
+    assert (run / "file_logs/metrics_train.csv").is_file()
+    assert (run / "checkpoints/checkpoint_6").is_dir()
+    assert "[INFO]" not in shown  # that is in output.log
+    assert build_run(yaml.safe_load((run / "config.yaml").read_text())).num_train_steps == 6
+
+
+def test_a_longer_resumed_run_and_generated_text(folder, capsys):
+    assert main(["train", *TINY, "hydra.run.dir=outputs/here"]) == 0
+    assert main(["resume", "latest", "num_train_steps=9"]) == 0
+    shown = capsys.readouterr().out
+    assert "run goes on from step 6" in shown
+    assert "run is done at step 9" in shown
+    settings = yaml.safe_load((folder / "outputs/here/config.yaml").read_text())
+    assert (settings["num_train_steps"], settings["scheduler"]["decay_steps"]) == (9, 9)
+
+    texts = []
+    for options in (["-t", "0"], ["-t", "0"], ["-t", "2", "--seed", "3"], ["-t", "2", "--top-k", "1"]):
+        assert main(["generate", "outputs/here", "-p", "On day", "-n", "12", *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert all(text.startswith("On day") for text in texts)
+    assert texts[0] == texts[1] == texts[3] != texts[2]
+
+
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(folder, capsys):
+    assert main(["train", *TINY, "num_train_steps=40", "hydra.run.dir=whole"]) == 0
+    command = [sys.executable, "-m", "xlstm_jax.cli.main", "train", *TINY, "num_train_steps=40", "hydra.run.dir=cut"]
+    log = folder / "shown.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=ENVIRONMENT)
+        wait_until(lambda: "step 4/40" in log.read_text() or process.poll() is not None, seconds=240)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 130
+    assert re.search(r"Stopped at step \d+, and saved. Go on with:  xlstm-jax resume cut", log.read_text())
+    capsys.readouterr()
+    assert main(["resume", "cut"]) == 0
+    assert "goes on from step" in capsys.readouterr().out
+    assert losses(folder / "cut")[-1] == losses(folder / "whole")[-1]
+
+
+def test_a_wrong_setting_is_one_line_and_leaves_no_folder(folder, capsys):
+    assert main(["train", *TINY, "model.num_blocs=3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "model.num_blocs: XLSTMConfig has no such field. Did you mean 'num_blocks'?\n"
+    assert captured.out == ""
+    assert not (folder / "outputs").exists()
+
+
+def test_data_that_is_not_there_is_one_line(folder, capsys):
+    assert main(["train", *TINY, "data.prepare.sources=[none.txt]"]) == 1
+    assert "none.txt" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_the_settings_of_a_run_are_printed_with_references_resolved(folder, capsys):
+    assert main(["train", *TINY, "--cfg", "job"]) == 0
+    settings = yaml.safe_load(capsys.readouterr().out)
+    assert settings == compose(TINY)
+    assert not (folder / "outputs").exists()
+
+
+def test_a_sweep_is_a_run_for_each_value(folder, capsys):
+    words = [*TINY[:-2], "num_train_steps=4", "trainer.check_val_every_n_steps=-1"]
+    assert main(["train", *words, "scheduler.lr=1e-3,1e-2", "-m", "hydra.sweep.dir=swept"]) == 0
+    rates = [yaml.safe_load((folder / f"swept/{n}/config.yaml").read_text())["scheduler"]["lr"] for n in (0, 1)]
+    assert rates == [1e-3, 1e-2]
+    assert all((folder / f"swept/{n}/checkpoints/checkpoint_4").is_dir() for n in (0, 1))
+
+
+def test_a_run_that_diverges_has_a_code_of_its_own(folder, capsys):
+    assert main(["train", *TINY, "num_train_steps=20", "scheduler.lr=1e30", "optimizer.grad_clip_norm=null"]) == 3
+    assert "ended at a bad step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["resume", "generate"])
+def test_a_folder_without_a_run_is_one_line(command, folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a text"))
+    assert main([command, str(folder)]) == 2
+    assert "holds no config.yaml" in capsys.readouterr().err
+    assert main([command, "latest"]) == 2
+    assert "There is no run below outputs" in capsys.readouterr().err
+
+
+def test_a_sweep_can_be_submitted_as_jobs(folder):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = [*TINY[:-2], "num_train_steps=4", "trainer.check_val_every_n_steps=-1"]
+    command = [sys.executable, "-m", "xlstm_jax.cli.main", "train", "-m", *words, "hydra/launcher=submitit_local"]
+    subprocess.run([*command, "hydra.sweep.dir=jobs"], check=True, timeout=300, capture_output=True, env=ENVIRONMENT)
+    assert (folder / "jobs/0/checkpoints/checkpoint_4").is_dir()
+
+
+def test_the_slurm_launcher_asks_for_time_to_save(folder, capsys):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    assert main(["train", "launcher=slurm", "--cfg", "hydra"]) == 0
+    launcher = yaml.safe_load(capsys.readouterr().out)["hydra"]["launcher"]
+    assert launcher["_target_"].endswith("SlurmLauncher")
+    assert launcher["signal_delay_s"] == 120

@@ -1,0 +1,159 @@
+"""Settings become the configs of a run, and mistakes in them are told by the names that users have written."""
+
+import pytest
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.configs import FormalTaskDataConfig, GrainArrayRecordsDataConfig, TextFilesDataConfig
+from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
+from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
+from xlstm_jax.recipes.compose import change, compose, groups, resolved
+from xlstm_jax.recipes.run_config import RunConfig, build_run
+from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return build_run(compose(overrides))
+
+
+def mistake(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_of(*overrides)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def test_the_packaged_settings_are_a_run():
+    run = run_of()
+    assert run.model.model_class is XLSTM
+    assert isinstance(run.model.model_config, XLSTMConfig)
+    assert run.optimizer.scheduler.decay_steps == run.num_train_steps
+    assert run.data.first.global_batch_size == run.batch_size
+    assert any(isinstance(callback, ModelCheckpointConfig) for callback in run.trainer.callbacks)
+
+
+def test_a_setting_changes_all_that_refers_to_it():
+    run = run_of("num_train_steps=7_000", "batch_size=24", "context_length=96")
+    assert run.optimizer.scheduler.decay_steps == 7000
+    assert (run.data.first.global_batch_size, run.data.first.max_target_length) == (24, 96)
+    assert run.data.validation["validation"].global_batch_size == 24
+
+
+def test_fields_that_no_file_mentions_can_be_set():
+    assert run_of("model.qk_norm=true").model.model_config.qk_norm
+
+
+def test_a_parallel_group_reaches_the_model():
+    run = run_of("parallel=fsdp", "parallel.fsdp_min_weight_size=5")
+    assert run.model.parallel == run.model.model_config.parallel
+    assert (run.model.parallel.fsdp_axis_size, run.model.parallel.fsdp_min_weight_size) == (-1, 5)
+
+
+@pytest.mark.parametrize("group", groups())
+def test_every_choice_of_a_group_has_a_comment_that_says_what_it_is(group):
+    assert all(comment.endswith((".", ":")) or len(comment) > 20 for comment in groups()[group].values())
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"),
+    [(g, c) for g, choices in groups().items() for c in choices if g not in ("experiment", "launcher", "data")],
+)
+def test_every_choice_of_a_group_makes_a_run(group, choice):
+    more = {"callbacks": [f"callbacks=[default,{choice}]"]}.get(group, [f"{group}={choice}"])
+    assert run_of(*(more if choice != "default" else [f"{group}=[default]" if group == "callbacks" else "name=x"]))
+
+
+def test_a_model_of_another_class_takes_its_own_config():
+    run = run_of("model.model_class=xlstm_jax.models.llama.LlamaTransformer", "~model.num_heads", "model.head_dim=32")
+    assert run.model.model_class is LlamaTransformer
+    assert isinstance(run.model.model_config, LlamaConfig)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("model.embeding_dim=3", "model.embeding_dim: XLSTMConfig has no such field. Did you mean 'embedding_dim'?"),
+        ("scheduler.lr=fast", "scheduler.lr: a number is needed, not 'fast'."),
+        ("parallel.remat=Block", "parallel.remat: "),
+        ("callbacks.checkpoint.every_n_step=3", "callbacks.checkpoint.every_n_step: ModelCheckpointConfig has no such"),
+        ("logger.log_every_n_steps=0", "logger: log_every_n_steps is 0"),
+        ("optimizer.scheduler.lr=1", "optimizer.scheduler: this has a group of its own. Set it under 'scheduler'"),
+        ("experimnt=demo", "experimnt: there is no such setting or group. Did you mean 'experiment'?"),
+        ("experiment=dem", "experiment: there is no 'dem', only "),
+        ("model=xlstm_16m", "model: there is no 'xlstm_16m', only "),
+        ("data=text", "data.prepare.sources is not set: add data.prepare.sources=... to the command."),
+        ("data.packng=none", "data.packng: GrainArrayRecordsDataConfig has no such field. Did you mean 'packing'?"),
+        ("data.data_config_type=text", "data.data_config_type: 'text' is none of "),
+        ("data.train.packing=strem", "data.packing: 'strem' is none of 'stream', 'first_fit', 'none'."),
+        ("num_epochs=3", "num_train_steps is 1000 and num_epochs is 3: set exactly one of them"),
+        ("batch_size=0", "data: global_batch_size is 0, but must be at least 1."),
+        ("data.global_batch_size=8", "batch_size is 16, but data.global_batch_size is 8: set batch_size alone."),
+        ("model.model_class=math.pi", "model.model_class: 'math.pi' is no class or function."),
+        ("=", "'=' is no key=value or group=choice:"),
+    ],
+)
+def test_a_mistake_is_one_line_in_the_words_of_the_user(override, line):
+    assert mistake(override).startswith(line)
+
+
+def test_text_of_ones_own_is_prepared_in_the_folder_of_the_run(tmp_path):
+    data = run_of("data=text", "data.prepare.sources=[a.txt,b.txt]").data.in_folder(tmp_path)
+    assert data.prepare is not None
+    assert data.prepare.sources == ["a.txt", "b.txt"]
+    for config in (data.first, data.validation["validation"]):
+        assert isinstance(config, GrainArrayRecordsDataConfig)
+        assert config.data_path == tmp_path / "data"
+    assert data.tokenizer_path == str(tmp_path / "data/tokenizer")
+    assert (data.first.shuffle_data, data.validation["validation"].shuffle_data) == (True, False)
+
+
+def test_a_folder_for_prepared_data_is_shared_by_runs(tmp_path):
+    data = run_of("data.prepare.output=shared").data.in_folder(tmp_path)
+    assert str(data.first.data_path) == "shared"
+
+
+def test_several_sets_are_mixed_by_weight():
+    mix = "data.mix={web: {weight: 3, data_path: a}, code: {data_path: b}}"
+    data = run_of("data=text_files", "data.data_path=unused", mix, "data.mix_at_steps={100: {code: 1}}").data
+    assert [(config.name, str(config.data_path)) for config in data.train] == [("web", "a"), ("code", "b")]
+    assert data.weights == [3.0, 1.0]
+    assert data.weights_at_steps == {100: [0.0, 1.0]}
+    assert data.validation == {}
+
+
+def test_a_weight_of_an_unknown_set_is_a_mistake():
+    mix = "data.mix={web: {data_path: a}}"
+    line = mistake("data=text_files", "data.data_path=x", mix, "data.mix_at_steps={9: {wib: 1}}")
+    assert line == "data.mix_at_steps.9.wib: there is no such set in data.mix. Did you mean 'web'?"
+
+
+def test_several_sets_are_validated_on_by_name():
+    validation = "data.validation={a: {data_path: x}, b: {data_path: y}}"
+    data = run_of("data=text_files", "data.data_path=t", validation).data
+    assert {name: str(config.data_path) for name, config in data.validation.items()} == {"a": "x", "b": "y"}
+    assert all(isinstance(config, TextFilesDataConfig) for config in data.validation.values())
+
+
+def test_the_vocabulary_follows_from_the_data():
+    assert run_of("data.prepare.train_vocab_size=1000").model.model_config.vocab_size == 1024
+    assert run_of("data.prepare.train_vocab_size=null").model.model_config.vocab_size == 320
+    run = run_of("data=formal_task")
+    assert isinstance(run.data.first, FormalTaskDataConfig)
+    assert run.model.model_config.vocab_size == 64
+    assert run_of("model.vocab_size=4096").model.model_config.vocab_size == 4096
+
+
+def test_settings_that_were_composed_can_be_changed_with_what_refers_to_them():
+    settings = {"steps": 10, "scheduler": {"decay_steps": "${steps}"}}
+    assert resolved(change(settings, ["steps=20"])) == {"steps": 20, "scheduler": {"decay_steps": 20}}
+    with pytest.raises(ConfigError, match="is no key=value"):
+        change(settings, ["steps"])
+
+
+def test_a_folder_of_the_user_adds_choices(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text(
+        "model_class: xlstm_jax.models.xlstm.XLSTM\nembedding_dim: 8\nnum_heads: 2\nnum_blocks: 1\n"
+    )
+    assert build_run(compose(["model=mine"], tmp_path)).model.model_config.embedding_dim == 8
+    with pytest.raises(ConfigError, match="there is no folder"):
+        compose([], tmp_path / "none")

@@ -1,0 +1,125 @@
+"""Let a trained model continue texts."""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+from xlstm_jax.cli.resume import add_outputs, find_run
+from xlstm_jax.cli.screen import complain, show
+from xlstm_jax.configs import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the arguments of the command."""
+    parser.add_argument("run_folder", metavar="RUN", help="the folder of a run, or `latest`")
+    parser.add_argument(
+        "-p", "--prompt", action="append", default=[], help="a text to continue; may be given several times; else stdin"
+    )
+    parser.add_argument("-n", "--num-tokens", type=int, default=256, help="how many tokens to add at most")
+    parser.add_argument("-t", "--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--top-k", type=int, help="draw from this many tokens only")
+    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens with this probability together")
+    parser.add_argument("--seed", type=int, default=0, help="another seed writes another text")
+    parser.add_argument("--tokenizer", metavar="PATH", help="the tokenizer; by default, that of the run")
+    add_outputs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continue each prompt and print the texts."""
+    prompts = args.prompt or [sys.stdin.read()]
+    if args.num_tokens < 1:
+        complain(f"--num-tokens is {args.num_tokens}, but must be at least 1.")
+        return 2
+    try:
+        folder = find_run(args.run_folder, args.outputs)
+        texts = continue_texts(
+            folder,
+            prompts,
+            tokenizer_path=args.tokenizer,
+            num_tokens=args.num_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+        )
+    except ConfigError as error:
+        complain(str(error))
+        return 2
+    except (ValueError, FileNotFoundError) as error:
+        complain(f"{type(error).__name__}: {error}")
+        return 1
+    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        if len(prompts) > 1:
+            show(f"--- {index + 1} of {len(prompts)}")
+        show(prompt + text)
+    return 0
+
+
+def continue_texts(
+    folder: Path,
+    prompts: list[str],
+    *,
+    tokenizer_path: str | None = None,
+    num_tokens: int = 256,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> list[str]:
+    """Return how the latest checkpoint of a run continues some texts, each by itself, on one device.
+
+    Args:
+        folder: The folder of the run.
+        prompts: The texts.
+        tokenizer_path: The tokenizer; that of the run if `None`.
+        num_tokens: How many tokens to add at most.
+        temperature: 0 always takes the likeliest token.
+        top_k: Draw from this many tokens only.
+        top_p: Draw from the likeliest tokens with this probability together.
+        seed: Where all chance comes from.
+
+    Returns:
+        What comes after each prompt.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
+    from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
+    from xlstm_jax.inference.sampling import filtered_sampling
+    from xlstm_jax.trainer.llm.trainer import LLMTrainer
+
+    tokenizer = load_tokenizer(tokenizer_path or _tokenizer_of(folder), add_bos=False, add_eos=False)
+    end = tokenizer.eos_token_id
+    rows = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+    if any(not row for row in rows) and end is None:
+        raise ValueError("A prompt is empty, and the tokenizer has no token to begin with: give a text.")
+    rows = [row or [end] for row in rows]
+    one_device = initialize_mesh(ParallelConfig(data_axis_size=1), np.array(jax.local_devices()[:1]))
+    trainer: Any = LLMTrainer.load_from_checkpoint(folder, batch_size=1, mesh=one_device)
+    sample = functools.partial(filtered_sampling, temperature=temperature, top_k=top_k, top_p=top_p)
+    texts = []
+    for row in rows:
+        generate = trainer.get_generate_fn(
+            max_length=len(row) + num_tokens, eod_token_id=-1 if end is None else end, token_sample_fn=sample
+        )
+        tokens, is_valid = generate(trainer.state, jax.random.key(seed), jnp.asarray(row, jnp.int32))
+        written = np.asarray(tokens[0])[np.asarray(is_valid[0])][len(row) :]
+        texts.append(tokenizer.decode(written.tolist(), skip_special_tokens=True))
+    return texts
+
+
+def _tokenizer_of(folder: Path) -> str:
+    """Return the tokenizer of a run's data."""
+    from xlstm_jax.recipes.compose import resolved
+    from xlstm_jax.recipes.data import read_data
+    from xlstm_jax.recipes.run import read_settings
+
+    settings = resolved(read_settings(folder))
+    path = read_data(settings.get("data")).in_folder(folder).tokenizer_path
+    if path is None:
+        raise ConfigError(f"The data of {folder} is no text: give the tokenizer with --tokenizer.")
+    return path

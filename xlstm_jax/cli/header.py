@@ -1,0 +1,119 @@
+"""What is shown around a training run: what is about to happen before it, and where everything is after it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from xlstm_jax.cli.screen import as_typed
+from xlstm_jax.kernels.mlstm.api import choose_backend as choose_mlstm
+from xlstm_jax.kernels.slstm.api import choose_backend as choose_slstm
+from xlstm_jax.models.cost import model_cost
+from xlstm_jax.models.llama.config import LlamaConfig
+from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.recipes.run import Run
+from xlstm_jax.trainer.base.run_metrics import peak_flops
+
+GIB = 2**30
+ASSUMED_SHARE = 0.3
+"""The share of a device's peak at which models train, for the first guess of how long a run takes."""
+
+
+def describe_start(run: Run) -> Any:
+    """Return what the first process shows before a run; `None` in others."""
+    if jax.process_index() != 0:
+        return None
+    table = Table.grid(padding=(0, 2))
+    for name, value in _facts(run).items():
+        table.add_row(Text(name, style="dim"), Text(value))
+    verb = f"goes on from step {run.trainer.global_step}" if run.trainer.global_step else "starts"
+    return Panel(table, title=f"{run.config.name} {verb}", title_align="left", border_style="dim")
+
+
+def describe_end(run: Run) -> Any:
+    """Return what the first process shows after a run; `None` in others."""
+    if jax.process_index() != 0:
+        return None
+    folder, report = as_typed(run.folder), run.folder / "report.html"
+    status = {"success": "is done", "nan": "ended at a bad step"}.get(str(run.trainer.status), "has ended")
+    longer = 2 * (run.config.num_train_steps or run.trainer.global_step)
+    lines = [f"{run.config.name} {status} at step {run.trainer.global_step}.", f"  run     {folder}"]
+    lines += [f"  report  {as_typed(report)}"] if report.exists() else []
+    lines += [
+        "Next:",
+        f"  xlstm-jax generate {folder} --prompt {_example_prompt(run)!r}",
+        f"  xlstm-jax resume {folder} num_train_steps={longer}",
+        f"  xlstm-jax report {folder} ANOTHER_RUN",
+    ]
+    return "\n".join(lines)
+
+
+def _example_prompt(run: Run) -> str:
+    prompts = [prompt for callback in run.config.trainer.callbacks for prompt in getattr(callback, "prompts", [])]
+    return next((prompt for prompt in prompts if isinstance(prompt, str)), "The ")
+
+
+def _facts(run: Run) -> Mapping[str, str]:
+    trainer, config = run.trainer, run.config
+    shape: Any = config.model.model_config
+    num_tokens = config.batch_size * config.context_length
+    facts = {
+        "devices": _describe_devices(trainer.mesh),
+        "kernels": _describe_kernels(shape),
+        "parameters": f"{trainer.get_num_params():,}",
+        "memory": f"{_state_bytes(trainer.state) / GIB:.2f} GiB of parameters and optimizer on a device",
+        "batch": f"{config.batch_size} × {config.context_length} = {num_tokens:,} tokens",
+    }
+    if run.validation_text is not None and run.validation_text.compressors:
+        text = run.validation_text
+        reached = ", ".join(f"{name} {bits:.2f}" for name, bits in text.compressors.items())
+        facts["to beat"] = f"{reached} bits per byte on the {text.num_bytes:,} bytes of validation text"
+    if config.num_train_steps is not None:
+        facts["length"] = f"{config.num_train_steps:,} steps, {config.num_train_steps * num_tokens:,} tokens" + _guess(
+            shape, config.num_train_steps - trainer.global_step, config, trainer.mesh.size
+        )
+    return {**facts, "folder": as_typed(run.folder)}
+
+
+def _describe_devices(mesh: Any) -> str:
+    axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+    kind = mesh.devices.flat[0].device_kind
+    return f"{mesh.size} × {kind}" + (f" ({axes})" if axes else "")
+
+
+def _describe_kernels(shape: Any) -> str:
+    if not isinstance(shape, XLSTMConfig):
+        return f"attention: {shape.attention_backend}" if isinstance(shape, LlamaConfig) else "the model's own"
+    named = {"mLSTM": (shape.mlstm_backend, choose_mlstm), "sLSTM": (shape.slstm_backend, choose_slstm)}
+    used = {"mLSTM": {"mlstm", "mlstm_up"}, "sLSTM": {"slstm"}}
+    parts = [
+        f"{name}: {choose()[1] if backend == 'auto' else backend}"
+        for name, (backend, choose) in named.items()
+        if used[name] & set(shape.kinds)
+    ]
+    return "\n".join(parts)
+
+
+def _state_bytes(state: Any) -> int:
+    """Return the bytes of the state on the first device of this process."""
+    device = jax.local_devices()[0]
+    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    return sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == device)
+
+
+def _guess(shape: Any, num_steps: int, config: Any, num_devices: int) -> str:
+    if not isinstance(shape, XLSTMConfig | LlamaConfig):
+        return ""
+    cost = model_cost(shape, sequence_length=config.context_length, batch_size=config.batch_size)
+    seconds = num_steps * cost.flops.executed / (ASSUMED_SHARE * peak_flops(num_devices))
+    return f"; at a guess {_duration(seconds)}"
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"

@@ -1,0 +1,96 @@
+"""Tell before a run what it needs: parameters, memory, FLOPs, time, and where each parameter lies."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from xlstm_jax.cli.screen import complain, show
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.recipes.compose import compose
+
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the arguments of the command."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="group=choice|key=value", help="the run, as `xlstm-jax train` takes it"
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="how many devices; by default, those of this machine")
+    parser.add_argument(
+        "--accelerator", metavar="NAME", help="the device to plan for, such as h100; by default, that of this machine"
+    )
+    parser.add_argument(
+        "--target-memory", type=float, metavar="GIB", help="find the cheapest remat, accumulation and mesh that fits"
+    )
+    parser.add_argument("--max-compilations", type=int, default=8, metavar="N", help="how many candidates to compile")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="do not compile the step: faster, but memory is a lower bound"
+    )
+    parser.add_argument("--sharding", action="store_true", help="list how every parameter is split")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to a file too")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with groups and choices of your own")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the plan and print it."""
+    try:
+        settings = compose(args.overrides, args.config_dir)
+        return _plan(settings, args)
+    except ConfigError as error:
+        complain(str(error))
+        return 2
+    except ValueError as error:
+        complain(f"ValueError: {error}")
+        return 1
+
+
+def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:
+    import jax
+
+    from xlstm_jax.recipes.run_config import build_run
+    from xlstm_jax.trainer.planning.plan import make_plan
+    from xlstm_jax.trainer.planning.search import search
+    from xlstm_jax.trainer.planning.setup import Setup
+    from xlstm_jax.trainer.planning.tables import render, render_search
+
+    config = build_run(settings)
+    setup = Setup(
+        trainer=config.trainer,
+        model=config.model,
+        optimizer=config.optimizer,
+        batch_size=config.batch_size,
+        context_length=config.context_length,
+        num_devices=args.devices or jax.device_count(),
+    )
+    name = args.accelerator or ("cpu" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind)
+    if args.target_memory is None:
+        plan = make_plan(setup, name, compiles=not args.no_compile, num_steps=config.num_train_steps)
+    else:
+        target = args.target_memory * GIB
+        accelerator = make_plan(setup, name, compiles=False).accelerator
+        result = search(setup, target, accelerator, max_compilations=args.max_compilations, report=complain)
+        show(render_search(result, target))
+        if result.setup is None:
+            return 1
+        show(f"\nxlstm-jax train {' '.join([*args.overrides, *_overrides(result.setup)])}\n")
+        plan = make_plan(result.setup, accelerator, compiles=False, num_steps=config.num_train_steps)
+    show(render(plan, sharding=args.sharding))
+    if args.json is not None:
+        args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _overrides(setup: Any) -> list[str]:
+    """Return what makes a run the one that was found."""
+    parallel = setup.model.parallel
+    return [
+        f"model.remat={setup.shape.remat}",
+        f"trainer.gradient_accumulate_steps={setup.accumulation}",
+        "trainer.gradient_accumulate_scan=true",
+        "parallel.data_axis_size=-1",
+        f"parallel.fsdp_axis_size={parallel.fsdp_axis_size}",
+        f"parallel.model_axis_size={parallel.model_axis_size}",
+        f"parallel.fsdp_modules=[{','.join(parallel.fsdp_modules)}]",
+    ]

@@ -1,0 +1,1 @@
+"""Runs in plain YAML: packaged groups of settings, and the one strict way from them to configs."""

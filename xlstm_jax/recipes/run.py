@@ -1,0 +1,209 @@
+"""From the config of a run and its folder to a trained model."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset import DataIterator, LLMBatch, create_data_iterator, create_mixed_data_iterator
+from xlstm_jax.dataset.configs import TextDataConfig
+from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
+from xlstm_jax.dataset.prepare import prepare
+from xlstm_jax.dataset.text_measures import TextMeasures, measure_text
+from xlstm_jax.distributed.mesh_utils import initialize_mesh
+from xlstm_jax.recipes.compose import resolved
+from xlstm_jax.recipes.data import DataRecipe
+from xlstm_jax.recipes.run_config import RunConfig, build_run
+from xlstm_jax.trainer.callbacks.run_report import RunReportConfig
+from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
+from xlstm_jax.trainer.llm.trainer import LLMTrainer
+from xlstm_jax.trainer.logger.base_logger import LoggerConfig
+from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
+from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
+
+LOGGER = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+"""The settings of a run."""
+COMPOSED_FILE = ".hydra/config.yaml"
+"""The same with references between them, as Hydra keeps them: what follows from a setting changes with it."""
+MEASURED_BYTES = 8 * 2**20
+"""How much validation text is measured; only a set that is smaller is compared with compressors."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that is ready to train."""
+
+    config: RunConfig
+    folder: Path
+    trainer: LLMTrainer
+    train_loader: DataIterator
+    val_loader: DataIterator | dict[str, DataIterator] | None
+    validation_text: TextMeasures | None
+    """How large the validation set is, and what compressors make of it, if it is text."""
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end, from wherever the run is, and return the metrics of each evaluation."""
+        return self.trainer.train_model(
+            self.train_loader,
+            self.val_loader,
+            num_epochs=self.config.num_epochs,
+            num_train_steps=self.config.num_train_steps,
+        )
+
+
+def open_run(settings: Mapping[str, Any], folder: Path) -> Run:
+    """Prepare the data of a run, build its trainer, and go on from its latest checkpoint if it has one.
+
+    Args:
+        settings: The settings of the run, as they were composed; they are kept in its folder.
+        folder: Where the run is kept.
+
+    Returns:
+        The run.
+    """
+    config = build_run(resolved(settings))
+    mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
+    write_settings(settings, folder)
+    data = config.data.in_folder(folder)
+    prepare_data(data)
+    measures = _measure_validation(data)
+    config = dataclasses.replace(config, data=data, trainer=_complete_trainer(config, data, folder, measures))
+    trainer = LLMTrainer(
+        config.trainer,
+        config.model,
+        config.optimizer,
+        LLMBatch.get_dtype_struct(config.batch_size, config.context_length),
+        mesh=mesh,
+    )
+    train_loader, val_loader = _open_loaders(data, trainer.mesh)
+    _load_state(trainer, config, train_loader)
+    return Run(config, folder, trainer, train_loader, val_loader, measures)
+
+
+def prepare_data(data: DataRecipe) -> None:
+    """Write the shards of a run, unless they are there; the first process does it for all."""
+    options = data.prepare
+    if options is None:
+        return
+    with _first_process_only() as is_first:
+        if is_first:
+            prepare(**{field.name: getattr(options, field.name) for field in dataclasses.fields(options)})
+
+
+def write_settings(settings: Mapping[str, Any], folder: Path) -> None:
+    """Keep the settings of a run in its folder: as they were composed, and with all references resolved."""
+    if jax.process_index() == 0:
+        for name, content in ((COMPOSED_FILE, settings), (CONFIG_FILE, resolved(settings))):
+            file = folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text(yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True), encoding="utf-8")
+            os.replace(temporary, file)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run as they were composed."""
+    file = next((folder / name for name in (COMPOSED_FILE, CONFIG_FILE) if (folder / name).is_file()), None)
+    if file is None:
+        raise ConfigError(
+            f"{folder} holds no {CONFIG_FILE}: give the folder of a run that `xlstm-jax train` has started."
+        )
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file} holds no settings.")
+    return settings
+
+
+def find_latest(outputs: Path) -> Path:
+    """Return the folder of the run below `outputs` that was started or went on last."""
+    found = [path.parent for path in outputs.rglob(CONFIG_FILE) if path.parent.name not in (".hydra", "file_logs")]
+    if not found:
+        raise ConfigError(f"There is no run below {outputs}: give the folder of one.")
+    return max(found, key=_last_sign_of_life)
+
+
+def _last_sign_of_life(folder: Path) -> float:
+    files = [folder / name for name in (CONFIG_FILE, "heartbeat.json", "output.log")]
+    return max(file.stat().st_mtime for file in files if file.exists())
+
+
+@contextlib.contextmanager
+def _first_process_only() -> Iterator[bool]:
+    """Let the other processes wait until the first has done its part."""
+    is_first = jax.process_index() == 0
+    yield is_first
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("the first process has prepared the data")
+
+
+def _measure_validation(data: DataRecipe) -> TextMeasures | None:
+    """Measure the text that is validated on: the only set of that kind, and all of it."""
+    sets = list(data.validation.values())
+    if len(sets) != 1 or not isinstance(sets[0], TextDataConfig):
+        return None
+    measures = measure_text(sets[0], MEASURED_BYTES)
+    return dataclasses.replace(measures, compressors={}) if sets[0].max_steps_per_epoch else measures
+
+
+def _complete_trainer(config: RunConfig, data: DataRecipe, folder: Path, measures: TextMeasures | None) -> Any:
+    """Put in what follows from the folder and the data, wherever it is not set."""
+    trainer = config.trainer
+    references = measures.compressors if measures else {}
+    logger = trainer.logger or LoggerConfig()
+    tools = list(logger.log_tools) or [FileLoggerConfig()]
+    if trainer.enable_progress_bar and not any(isinstance(tool, ConsoleLoggerConfig) for tool in tools):
+        tools.append(ConsoleLoggerConfig(references=references))
+    callbacks = []
+    for callback in trainer.callbacks:
+        if isinstance(callback, TextSamplesConfig) and callback.tokenizer is None and data.tokenizer_path:
+            callback = _with_tokenizer(callback, data.tokenizer_path)
+        elif isinstance(callback, RunReportConfig) and not callback.references:
+            callback = dataclasses.replace(callback, references=references)
+        callbacks.append(callback)
+    return dataclasses.replace(
+        trainer,
+        logger=dataclasses.replace(logger, log_path=logger.log_path or folder, log_tools=tools),
+        callbacks=callbacks,
+        bytes_per_token=trainer.bytes_per_token or (measures.bytes_per_token if measures else None),
+    )
+
+
+def _with_tokenizer(callback: TextSamplesConfig, path: str) -> TextSamplesConfig:
+    """Let samples speak the language of the data, and end where documents end."""
+    end = load_tokenizer(path, add_bos=False, add_eos=False).eos_token_id
+    ends_already = callback.eod_token_id >= 0 or end is None
+    return dataclasses.replace(callback, tokenizer=path, eod_token_id=callback.eod_token_id if ends_already else end)
+
+
+def _open_loaders(data: DataRecipe, mesh: Mesh) -> tuple[DataIterator, Any]:
+    texts = [config for config in data.train if isinstance(config, TextDataConfig)]
+    if len(data.train) == 1:
+        train = create_data_iterator(data.first, mesh)
+    elif len(texts) < len(data.train):
+        raise ConfigError("data.mix: only texts can be mixed.")
+    else:
+        train = create_mixed_data_iterator(texts, mesh, data.weights, data.weights_at_steps)
+    validation = {name: create_data_iterator(config, mesh) for name, config in data.validation.items()}
+    return train, next(iter(validation.values())) if len(validation) == 1 else validation or None
+
+
+def _load_state(trainer: LLMTrainer, config: RunConfig, train_loader: DataIterator) -> None:
+    trainer.load_model(raise_if_not_found=False)
+    if trainer.global_step:
+        trainer.load_data_loaders(train_loader=train_loader)
+    elif config.init_from is not None:
+        trainer.load_pretrained_model(config.init_from, load_optimizer=config.init_optimizer)

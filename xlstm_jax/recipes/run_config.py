@@ -1,0 +1,163 @@
+"""All that a run is made of, from one tree of plain settings."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, TextDataConfig
+from xlstm_jax.models.configs import ModelConfig
+from xlstm_jax.models.shared.feedforward import round_up
+from xlstm_jax.recipes.build import build, nearest
+from xlstm_jax.recipes.data import DataRecipe, read_data
+from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
+from xlstm_jax.trainer.optimizer import OptimizerConfig
+
+VOCABULARY_MULTIPLE = 64
+"""To what a vocabulary is rounded up that the tokenizer decides on: matrices of such sizes are fast."""
+
+SECTIONS = {
+    "parallel": ("model", "parallel"),
+    "scheduler": ("optimizer", "scheduler"),
+    "logger": ("trainer", "logger"),
+    "callbacks": ("trainer", "callbacks"),
+}
+"""Groups of settings that are fields of another group's config."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunConfig(ConfigDict):
+    """A training run."""
+
+    name: str
+    """What the run is called; its folder is `outputs/<name>/<time>` unless another one is given."""
+    batch_size: int
+    """The rows of a batch, over all devices."""
+    context_length: int
+    """The tokens of a row."""
+    num_train_steps: int | None = None
+    num_epochs: int | None = None
+    """How long to train, in epochs; give this or `num_train_steps`."""
+    init_from: Path | None = None
+    """The folder of a run whose parameters this one starts from."""
+    init_optimizer: bool = False
+    """Whether to take over its optimizer state and its step too."""
+    model: ModelConfig
+    data: DataRecipe
+    optimizer: OptimizerConfig
+    trainer: LLMTrainerConfig
+
+    def __post_init__(self):
+        if (self.num_train_steps is None) == (self.num_epochs is None):
+            raise ConfigError(
+                f"num_train_steps is {self.num_train_steps} and num_epochs is {self.num_epochs}: set exactly one of "
+                "them, and the other to null."
+            )
+        for name in ("batch_size", "context_length", "num_train_steps", "num_epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, but must be at least 1.")
+        first = self.data.first
+        for name, field in (("batch_size", "global_batch_size"), ("context_length", "max_target_length")):
+            if getattr(first, field) not in (None, getattr(self, name)):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, but data.{field} is {getattr(first, field)}: set {name} alone."
+                )
+
+
+def build_run(values: Mapping[str, Any]) -> RunConfig:
+    """Build a run from plain settings.
+
+    Args:
+        values: The fields of `RunConfig`, with the groups of `SECTIONS` beside those that they belong to. `model` has a
+            `model_class` and the fields of its config; without a `vocab_size` the tokenizer decides on it. For `data`
+            see `read_data`.
+
+    Returns:
+        The config.
+
+    Raises:
+        ConfigError: Something is wrong; a line for each mistake.
+    """
+    known = [*(field.name for field in dataclasses.fields(RunConfig)), *SECTIONS]
+    for name in values:
+        if name not in known:
+            meant = nearest(name, [*known, "experiment", "launcher"]) or f" There are: {', '.join(known)}."
+            raise ConfigError(f"{name}: there is no such setting or group.{meant}")
+    merged: dict[str, Any] = {
+        name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()
+    }
+    for section, (owner, field) in SECTIONS.items():
+        if section in merged:
+            _move_into(merged, section, owner, field)
+    try:
+        data = read_data(merged.get("data"))
+        merged["data"] = data
+        if isinstance(model := merged.get("model"), dict):
+            if model.get("vocab_size") is None:
+                model["vocab_size"] = _find_vocab_size(data)
+            merged["model"] = _read_model(model)
+        return build(RunConfig, merged)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        raise ConfigError("\n".join(_as_written(line) for line in lines)) from error
+
+
+def _move_into(merged: dict[str, Any], section: str, owner: str, field: str) -> None:
+    target = merged.setdefault(owner, {})
+    if not isinstance(target, dict):
+        raise ConfigError(f"{owner}: fields are needed, not {target!r}.")
+    if field in target:
+        raise ConfigError(f"{owner}.{field}: this has a group of its own. Set it under {section!r} instead.")
+    target[field] = merged.pop(section)
+
+
+def _as_written(line: str) -> str:
+    """Name a group by its place among the settings, not among the configs."""
+    for section, path in SECTIONS.items():
+        prefix = ".".join(path)
+        if line.startswith((f"{prefix}.", f"{prefix}:", f"{prefix} ")):
+            return section + line.removeprefix(prefix)
+    return line
+
+
+def _read_model(values: Mapping[str, Any]) -> ModelConfig:
+    """Build the config of the class that `model_class` is annotated to take."""
+    fields = dict(values)
+    if "model_class" not in fields:
+        raise ConfigError("model.model_class is not set: name a model, such as xlstm_jax.models.xlstm.XLSTM.")
+    model_class = build(Callable, fields.pop("model_class"), "model.model_class")
+    config_class = typing.get_type_hints(model_class).get("config")
+    if config_class is None:
+        raise ConfigError(f"model.model_class: {model_class} has no annotated field `config` that names its config.")
+    model_config = build(config_class, fields, "model")
+    return ModelConfig(model_class=model_class, parallel=model_config.parallel, model_config=model_config)
+
+
+def _find_vocab_size(data: DataRecipe) -> int:
+    """Return the size of the vocabulary that the data has, rounded up."""
+    if data.prepare is not None and data.prepare.train_vocab_size is not None:
+        return round_up(data.prepare.train_vocab_size, VOCABULARY_MULTIPLE)
+    return round_up(_count_tokens(data.first), VOCABULARY_MULTIPLE)
+
+
+def _count_tokens(config: DataConfig) -> int:
+    if isinstance(config, FormalTaskDataConfig):
+        from xlstm_jax.dataset.formal_languages import TASKS
+
+        if config.task not in TASKS:
+            raise ConfigError(f"data.task: there is no task {config.task!r}, only {', '.join(TASKS)}.")
+        return len(TASKS[config.task].vocabulary)
+    if isinstance(config, TextDataConfig):
+        from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
+
+        try:
+            return len(load_tokenizer(config.tokenizer_path, False, False, config.hf_access_token, config.hf_cache_dir))
+        except Exception as error:
+            raise ConfigError(
+                f"data.tokenizer_path: {config.tokenizer_path!r} cannot be loaded to see how many tokens it has "
+                f"({error}): set model.vocab_size, or another tokenizer."
+            ) from error
+    raise ConfigError("model.vocab_size is not set, and the data has no tokenizer that tells it: set it.")
