@@ -5,8 +5,7 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich.console import Console
-
+from xlstm_jax.cli.screen import complain, show
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.token_shards import Manifest
 
@@ -67,9 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare what the arguments say, and return the exit code."""
     options = {name: value for name, value in vars(args).items() if name != "run"}
-    show, complain = (
-        Console(stderr=is_error, highlight=False, markup=False, soft_wrap=True).print for is_error in (False, True)
-    )
     try:
         manifests = prepare(**options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:

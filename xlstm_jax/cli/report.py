@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
+from xlstm_jax.cli.screen import complain, show
 from xlstm_jax.trainer.report.page import write_report
 from xlstm_jax.trainer.report.run_files import read_runs
 
@@ -22,9 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and return the exit code."""
-    show, complain = (
-        Console(stderr=is_error, highlight=False, markup=False, soft_wrap=True).print for is_error in (False, True)
-    )
     try:
         runs = read_runs(args.runs)
         folder = runs[0].folder if len(runs) == 1 else Path()

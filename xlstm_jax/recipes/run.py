@@ -174,6 +174,7 @@ def _complete_trainer(config: RunConfig, data: DataRecipe, folder: Path, measure
         elif isinstance(callback, RunReportConfig) and not callback.references:
             callback = dataclasses.replace(callback, references=references)
         callbacks.append(callback)
+    callbacks.sort(key=lambda callback: isinstance(callback, RunReportConfig))  # It shows what the others have written.
     return dataclasses.replace(
         trainer,
         logger=dataclasses.replace(logger, log_path=logger.log_path or folder, log_tools=tools),

@@ -17,10 +17,27 @@ LLAMA = LlamaConfig(vocab_size=64, embedding_dim=32, num_blocks=4, head_dim=8, f
 
 
 def make_setup(
-    *, dp=1, fsdp=1, tp=1, shape=SHAPE, remat="none", accumulation=1, rows=16, length=24, optimizer=ADAMW, **options
+    *,
+    dp=1,
+    fsdp=1,
+    tp=1,
+    fsdp_gather_dtype=None,
+    shape=SHAPE,
+    remat="none",
+    accumulation=1,
+    rows=16,
+    length=24,
+    optimizer=ADAMW,
+    **options,
 ):
     """Describe a run; further options are those of the trainer."""
-    parallel = dataclasses.replace(PARALLEL, data_axis_size=dp, fsdp_axis_size=fsdp, model_axis_size=tp)
+    parallel = dataclasses.replace(
+        PARALLEL,
+        data_axis_size=dp,
+        fsdp_axis_size=fsdp,
+        model_axis_size=tp,
+        fsdp_gather_dtype=fsdp_gather_dtype,
+    )
     return Setup(
         trainer=LLMTrainerConfig(
             gradient_accumulate_steps=accumulation, gradient_accumulate_scan=accumulation > 1, logger=None, **options

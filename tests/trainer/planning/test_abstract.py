@@ -1,7 +1,5 @@
 """The trainer of shapes has the programs of the real one, and nothing else."""
 
-import time
-
 import jax
 import numpy as np
 import pytest
@@ -63,14 +61,11 @@ def test_nothing_is_allocated():
     assert {id(array) for array in jax.live_arrays()} <= before
 
 
-def test_a_run_of_7b_on_256_devices_lowers_in_seconds():
-    setup = make_setup(
-        dp=32, fsdp=8, shape=published("xLSTM-7B", dtype="bfloat16"), remat="full", rows=512, length=8192
-    )
-    start = time.perf_counter()
+def test_a_run_of_7b_lowers_for_256_devices_that_are_not_there():
+    shape = published("xLSTM-7B", dtype="bfloat16")
+    setup = make_setup(dp=32, fsdp=8, shape=shape, remat="full", rows=512, length=8192)
     trainer = AbstractTrainer.from_setup(setup)
-    assert "stablehlo" in trainer.lower().as_text()
-    assert time.perf_counter() - start < 60
+    assert "mhlo.num_partitions = 256" in trainer.lower().as_text()
     assert get_num_params(trainer.state.params) == model_cost(setup.shape, sequence_length=8192).parameters
 
 

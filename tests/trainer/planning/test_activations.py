@@ -37,10 +37,9 @@ def test_every_device_keeps_the_activations_of_its_rows():
     assert kept(remat="dots", dp=4, rows=16) == kept(remat="dots", rows=4)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LLAMA])
-@pytest.mark.parametrize("remat", ["full", "dots", "none"])
-def test_the_compiled_step_needs_one_to_three_times_the_traced_estimate_in_float32(shape, remat):
-    wide = dataclasses.replace(shape, embedding_dim=64, num_blocks=8, ffn_dim=128)
-    setup = make_setup(shape=wide, remat=remat, rows=16, length=64)
-    estimate = make_plan(setup, "h100", compiles=False).traced_temporaries
-    assert 1 < compile_here(setup).temporaries / estimate < 3
+@pytest.mark.parametrize(("shape", "remat", "factor"), [(SHAPE, "none", 1.1), (LLAMA, "dots", 1.4), (LLAMA, "full", 3)])
+def test_in_float32_the_compiled_step_needs_what_was_traced_and_what_a_block_works_with(shape, remat, factor):
+    deep = dataclasses.replace(shape, embedding_dim=64, num_blocks=16, ffn_dim=128)
+    setup = make_setup(shape=deep, remat=remat, rows=16, length=64)
+    traced = make_plan(setup, "h100", compiles=False).traced_temporaries
+    assert 1 < compile_here(setup).temporaries / traced < factor

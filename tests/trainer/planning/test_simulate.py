@@ -31,10 +31,9 @@ def test_sixteen_devices_are_simulated():
     setup = make_setup(dp=4, fsdp=4, remat="full")
     memory = compiled_memory(setup)
     assert memory.device_kind == "cpu"
-    # The step does not read the positions of targets.
-    unread = setup.context_length * 4
-    state = persistent_memory(AbstractTrainer.from_setup(setup)).total
-    assert state - 2 * unread <= memory.arguments <= state
+    persistent = persistent_memory(AbstractTrainer.from_setup(setup))
+    # Positions are not read, nor are a few counters.
+    assert persistent.total - persistent.batch < memory.arguments < persistent.total
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)

@@ -1,0 +1,74 @@
+"""A plan is plain values, and reads well."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+from trainer.planning.setups import make_setup
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.models.cost import model_cost
+from xlstm_jax.trainer.planning.compiled import CompiledMemory
+from xlstm_jax.trainer.planning.plan import make_plan
+from xlstm_jax.trainer.planning.tables import render
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(make_setup(dp=2, fsdp=4, rows=16, accumulation=2), "h100", compiles=False, num_steps=1000)
+
+
+def text_of(renderable, width):
+    output = io.StringIO()
+    Console(file=output, width=width).print(renderable)
+    return output.getvalue()
+
+
+def test_json_holds_a_plan(plan):
+    values = json.loads(json.dumps(plan.to_dict()))
+    assert values["memory"] == plan.memory
+    assert values["parameters"][0]["name"] == "block_stack.block.ffn.down.kernel"
+    assert values["num_parameters"] == model_cost(make_setup().shape, sequence_length=2).parameters
+
+
+def test_the_time_of_a_run_is_that_of_its_steps(plan):
+    assert plan.seconds == 1000 * plan.time.total
+    assert plan.tokens_per_second == 16 * 24 / plan.time.total
+
+
+def test_without_a_compilation_memory_is_what_was_traced(plan):
+    parts = plan.persistent.total + 2 * plan.gradients + plan.activations + 2 * plan.logits
+    assert plan.memory == parts
+
+
+def test_the_memory_of_a_compiled_step_counts(plan):
+    compiled = dataclasses.replace(plan, compiled=CompiledMemory("cpu", 10, 20, 30, 40))
+    assert compiled.memory == 100
+    assert "for cpu, in float32: an estimate" in text_of(render(compiled), 100)
+    compiled = dataclasses.replace(plan, compiled=CompiledMemory("NVIDIA H100", 10, 20, 30, 40))
+    assert "estimate, rather" not in text_of(render(compiled), 100)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_plan_fits_the_screen_without_cutting_numbers(plan, width):
+    text = text_of(render(plan, sharding=True), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert "1,000 steps" in text
+    assert "token_embedding" in text
+
+
+def test_parameters_are_listed_only_if_asked_for(plan):
+    assert "token_embedding" not in text_of(render(plan), 100)
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused():
+    with pytest.raises(ConfigError, match=r"Impossible mesh dp=3, .* for 4 devices"):
+        dataclasses.replace(make_setup(dp=3, rows=12), num_devices=4)
+
+
+def test_minibatches_that_do_not_divide_the_rows_are_refused():
+    with pytest.raises(ConfigError, match="does not divide the 2 rows"):
+        make_setup(dp=4, rows=8, accumulation=3)
