@@ -66,6 +66,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess:
         "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": "",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # what is compiled here is not run for long
         "COLUMNS": "100",
     }
     return subprocess.run(

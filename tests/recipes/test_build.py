@@ -1,6 +1,7 @@
 """The strict builder: what fits becomes configs, and every mistake is a line that says where it is and what to do."""
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -133,6 +134,21 @@ def test_a_list_of_configs_may_be_a_mapping_from_which_null_takes_one_out():
     assert mistakes({"part": {"size": 1}, "parts": {"a": {"size": "x"}}}) == [
         "parts.a.size: a whole number is needed, not 'x'."
     ]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Odd(ConfigDict):
+    """Fields that plain values cannot fill, or only with a dotted path."""
+
+    kind: type = int
+    thing: Whole | object = None
+    event: threading.Event | None = None
+
+
+def test_a_field_that_plain_values_cannot_fill_hinders_no_other():
+    assert build(Odd, {"kind": "builtins.float"}).kind is float
+    with pytest.raises(ConfigError, match=r"^event: a Event is needed, which plain values cannot make; got 3"):
+        build(Odd, {"event": 3})
 
 
 def test_configs_that_are_built_already_stay_what_they_are():

@@ -1,12 +1,14 @@
 """Settings become the configs of a run, and mistakes in them are told by the names that users have written."""
 
+import re
+
 import pytest
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.configs import FormalTaskDataConfig, GrainArrayRecordsDataConfig, TextFilesDataConfig
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
-from xlstm_jax.recipes.compose import change, compose, groups, resolved
+from xlstm_jax.recipes.compose import change, compose, groups, register_run_id, resolved
 from xlstm_jax.recipes.run_config import RunConfig, build_run
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 
@@ -147,6 +149,17 @@ def test_settings_that_were_composed_can_be_changed_with_what_refers_to_them():
     assert resolved(change(settings, ["steps=20"])) == {"steps": 20, "scheduler": {"decay_steps": 20}}
     with pytest.raises(ConfigError, match="is no key=value"):
         change(settings, ["steps"])
+
+
+def test_a_run_is_called_by_its_time_or_by_its_slurm_step(monkeypatch):
+    from omegaconf import OmegaConf
+
+    register_run_id()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", OmegaConf.create({"a": "${run_id:}"}).a)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    register_run_id()
+    assert OmegaConf.create({"a": "${run_id:}"}).a == "slurm_12_0"
 
 
 def test_a_folder_of_the_user_adds_choices(tmp_path):

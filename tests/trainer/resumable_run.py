@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import signal
+import sys
 import threading
 import time
 
@@ -92,6 +93,8 @@ def main():
         trainer.load_model(raise_if_not_found=False)
         if trainer.global_step:
             trainer.load_data_loaders(train_loader=train_loader)
+    if options.end == "SIGUSR2":  # as submitit does, before the limit of a job
+        signal.signal(signal.SIGUSR2, lambda *_: sys.exit(77))
     if options.end == "validation":
         EndingLoader.end_at = options.at
     elif options.end == "save":

@@ -16,6 +16,7 @@ NUM_STEPS = 14
 ENDINGS = {
     "SIGTERM in step 7": ("SIGTERM", 7, 143),
     "SIGINT in step 2": ("SIGINT", 2, 130),
+    "SIGUSR2 in step 5, for which another program waits": ("SIGUSR2", 5, 77),
     "kill -9 in step 8": ("kill", 8, -signal.SIGKILL),
     "kill -9 before the first checkpoint": ("kill", 1, -signal.SIGKILL),
     "kill -9 as the second save begins": ("save", 200, -signal.SIGKILL),
@@ -61,7 +62,7 @@ def test_a_run_that_was_ended_gives_the_same_numbers_bit_for_bit(ending, uninter
     assert list(val_losses) == [4, 8, 12, 14]
     for name, expected in expected_state.items():
         np.testing.assert_array_equal(state[name], expected, err_msg=name)
-    if how in ("SIGTERM", "SIGINT"):
+    if how in ("SIGTERM", "SIGINT", "SIGUSR2"):
         assert json.loads((tmp_path / "started_at.json").read_text()) == at
 
 

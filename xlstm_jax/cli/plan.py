@@ -1,6 +1,7 @@
 """Tell before a run what it needs: parameters, memory, FLOPs, time, and where each parameter lies."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:
     import jax
 
     from xlstm_jax.recipes.run_config import build_run
-    from xlstm_jax.trainer.planning.plan import make_plan
+    from xlstm_jax.trainer.planning.plan import make_plan, resolve_accelerator
     from xlstm_jax.trainer.planning.search import search
     from xlstm_jax.trainer.planning.setup import Setup
     from xlstm_jax.trainer.planning.tables import render, render_search
@@ -69,13 +70,14 @@ def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:
         plan = make_plan(setup, name, compiles=not args.no_compile, num_steps=config.num_train_steps)
     else:
         target = args.target_memory * GIB
-        accelerator = make_plan(setup, name, compiles=False).accelerator
+        accelerator = resolve_accelerator(name, setup.num_devices)
         result = search(setup, target, accelerator, max_compilations=args.max_compilations, report=complain)
         show(render_search(result, target))
         if result.setup is None:
             return 1
         show(f"\nxlstm-jax train {' '.join([*args.overrides, *_overrides(result.setup)])}\n")
         plan = make_plan(result.setup, accelerator, compiles=False, num_steps=config.num_train_steps)
+        plan = dataclasses.replace(plan, compiled=result.compiled)
     show(render(plan, sharding=args.sharding))
     if args.json is not None:
         args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
@@ -93,4 +95,5 @@ def _overrides(setup: Any) -> list[str]:
         f"parallel.fsdp_axis_size={parallel.fsdp_axis_size}",
         f"parallel.model_axis_size={parallel.model_axis_size}",
         f"parallel.fsdp_modules=[{','.join(parallel.fsdp_modules)}]",
+        "parallel.remat=[]",
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from xlstm_jax.cli.screen import as_typed, complain, show
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.recipes.compose import GROUPS_FOLDER, ROOT, compose, free_keys, groups, search_path
+from xlstm_jax.recipes.compose import GROUPS_FOLDER, ROOT, compose, free_keys, groups, register_run_id, search_path
 
 BAD_STEP, WRONG_SETTING = 3, 2
 
@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the settings, then let Hydra start the run, or the runs."""
     overrides: list[str] = args.overrides
+    if args.cfg and args.multirun:
+        complain("--cfg prints the settings of one run: leave out -m.")
+        return WRONG_SETTING
     try:
         words = [*search_path(args.config_dir), *free_keys(overrides, args.config_dir)]
         if args.cfg is None and not args.multirun:
@@ -51,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def _call_hydra(words: Sequence[str]) -> int:
     import hydra
 
+    register_run_id()
     argv, messages = sys.argv, logging.getLogger("hydra")
     sys.argv = [argv[0], *words]
     handler = logging.StreamHandler(sys.stdout)  # which run of a sweep is next

@@ -9,6 +9,7 @@ to `null` from the command line.
 import collections.abc
 import dataclasses
 import difflib
+import enum
 import functools
 import types
 import typing
@@ -56,6 +57,7 @@ def nearest(name: Any, options: Iterable[Any]) -> str:
 def converter() -> cattrs.Converter:
     """Return what turns values into configs. Users' types can be added to it with its own methods."""
     made = cattrs.Converter(forbid_extra_keys=True)
+    made.register_structure_hook_func(_is_other_class, _read_instance)
     for kind, read in _PRIMITIVES.items():
         made.register_structure_hook(kind, read)
     made.register_structure_hook_func(_is_union, functools.partial(_read_union, made))
@@ -109,7 +111,13 @@ def _is_literal(annotation: Any) -> bool:
 
 
 def _is_callable(annotation: Any) -> bool:
-    return annotation is Callable or typing.get_origin(annotation) in (collections.abc.Callable, type)
+    return annotation in (Callable, callable, type) or typing.get_origin(annotation) in (collections.abc.Callable, type)
+
+
+def _is_other_class(annotation: Any) -> bool:
+    """Tell classes that nobody else here knows, of which plain values cannot make an instance."""
+    known = (str, bytes, int, float, bool, dict, list, tuple, set, frozenset, types.NoneType, enum.Enum, Path)
+    return isinstance(annotation, type) and not issubclass(annotation, known) and not _is_config(annotation)
 
 
 def _is_config(annotation: Any) -> bool:
@@ -156,6 +164,12 @@ def _read_callable(value: Any, _: Any) -> Any:
     if not callable(found):
         raise ConfigError(f"{value!r} is no class or function.")
     return found
+
+
+def _read_instance(value: Any, annotation: Any) -> Any:
+    if not isinstance(value, annotation):
+        raise ConfigError(f"a {annotation.__name__} is needed, which plain values cannot make; got {value!r}.")
+    return value
 
 
 def _make_config_reader(made: cattrs.Converter, config_class: Any) -> Callable[[Any, Any], Any]:

@@ -1,6 +1,8 @@
 """Composition of settings by Hydra, from packaged groups, files of users and words of a command line."""
 
 import contextlib
+import datetime
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,15 @@ from xlstm_jax.recipes.build import nearest
 GROUPS_FOLDER = Path(__file__).parent / "groups"
 ROOT = "train"
 """The file that all runs start from."""
+
+
+def register_run_id() -> None:
+    """Let settings refer to `${run_id:}`: the time or, in a SLURM step, what its processes and its restarts share."""
+    from omegaconf import OmegaConf
+
+    step = [os.environ.get(f"SLURM_{name}_ID") for name in ("JOB", "STEP")]
+    run_id = f"slurm_{step[0]}_{step[1]}" if all(step) else datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
 
 
 def groups() -> dict[str, dict[str, str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import yaml
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -36,6 +37,7 @@ CONFIG_FILE = "config.yaml"
 """The settings of a run."""
 COMPOSED_FILE = ".hydra/config.yaml"
 """The same with references between them, as Hydra keeps them: what follows from a setting changes with it."""
+LONGEST_PATH = 4096
 MEASURED_BYTES = 8 * 2**20
 """How much validation text is measured; only a set that is smaller is compared with compressors."""
 
@@ -74,6 +76,7 @@ def open_run(settings: Mapping[str, Any], folder: Path) -> Run:
     """
     config = build_run(resolved(settings))
     mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
+    folder = _shared_folder(folder)
     write_settings(settings, folder)
     data = config.data.in_folder(folder)
     prepare_data(data)
@@ -139,6 +142,16 @@ def find_latest(outputs: Path) -> Path:
 def _last_sign_of_life(folder: Path) -> float:
     files = [folder / name for name in (CONFIG_FILE, "heartbeat.json", "output.log")]
     return max(file.stat().st_mtime for file in files if file.exists())
+
+
+def _shared_folder(folder: Path) -> Path:
+    """Return the folder of the first process: others may have started in another second, and so have another name."""
+    if jax.process_count() == 1:
+        return folder
+    name = str(folder).encode()
+    padded = np.zeros(LONGEST_PATH, np.uint8)
+    padded[: len(name)] = list(name)
+    return Path(bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0").decode())
 
 
 @contextlib.contextmanager

@@ -28,6 +28,11 @@ def test_the_more_is_computed_again_the_less_is_kept(shape):
     assert full < dots < none
 
 
+def test_parameters_that_stay_as_they_are_do_not_count():
+    shape = dataclasses.replace(LLAMA, ffn_dim=4096)
+    assert kept(shape=shape, remat="full", rows=1, length=2) < 32 * 4096 * 4
+
+
 def test_minibatches_keep_their_part():
     whole, half = (kept(remat="full", accumulation=n) for n in (1, 2))
     assert half < 0.7 * whole

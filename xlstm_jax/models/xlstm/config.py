@@ -101,6 +101,10 @@ class XLSTMConfig(ConfigDict):
                 )
         if "mlstm_up" in self.kinds and self.inner_dim % self.qkv_block_size:
             raise ConfigError(f"inner_dim {self.inner_dim} is no multiple of qkv_block_size {self.qkv_block_size}.")
+        for name in ("logits_soft_cap", "gate_soft_cap"):
+            cap = getattr(self, name)
+            if cap is not None and cap <= 0:
+                raise ConfigError(f"{name} is {cap}, but must be positive, or None for no cap.")
         if not 0 <= self.dropout_rate < 1:
             raise ConfigError(f"dropout_rate is {self.dropout_rate}, but must be in [0, 1).")
 

@@ -1,8 +1,10 @@
 """Signals that end a run: the step in progress is finished and saved first.
 
 SIGTERM and SIGINT ask a run to stop; a second SIGINT ends it at once. A run that stopped this way leaves with the code
-of its signal: 143 for SIGTERM, 130 for SIGINT. Several processes have to stop after the same step. JAX's coordination
-service sees to that for SIGTERM, in whichever process it arrives; for SIGINT they ask each other where they log.
+of its signal: 143 for SIGTERM, 130 for SIGINT. SIGUSR2 does so too where a program waits for it, as submitit does for
+the limit of a SLURM job: once the run is saved, that program is told, and may queue the job again. Several processes
+have to stop after the same step. JAX's coordination service sees to that for SIGTERM, in whichever process it arrives;
+for the others they ask each other where they log.
 """
 
 import contextlib
@@ -17,7 +19,7 @@ from jax.experimental import multihost_utils
 
 LOGGER = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 class TrainingInterrupted(SystemExit):
@@ -55,6 +57,9 @@ class Interrupts:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            handler = previous.get(signal.SIGUSR2)
+            if self._received == signal.SIGUSR2 and callable(handler):
+                handler(signal.SIGUSR2, None)
 
     def received(self, step: int, *, may_wait: bool) -> int | None:
         """Return the signal after which to stop, in all processes after the same step.
@@ -73,9 +78,10 @@ class Interrupts:
         return None
 
     @staticmethod
-    def _watched() -> tuple[signal.Signals, ...]:
+    def _watched() -> list[signal.Signals]:
         # With several processes, SIGTERM belongs to JAX.
-        return SIGNALS if jax.process_count() == 1 else (signal.SIGINT,)
+        numbers = SIGNALS if jax.process_count() == 1 else SIGNALS[1:]
+        return [number for number in numbers if number != signal.SIGUSR2 or callable(signal.getsignal(number))]
 
     def _receive(self, number: int, _frame: object) -> None:
         self._received = number

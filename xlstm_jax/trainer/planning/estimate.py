@@ -26,7 +26,8 @@ class Assumptions:
     """Which shares of the rates on data sheets are reached."""
 
     compute: float = 0.4
-    """Of the FLOPs that are executed; element-wise work and waiting are in it."""
+    """Of the FLOPs that are executed; element-wise work and waiting are in it. On an H200 in bfloat16, with kernels in
+    plain JAX, xLSTM-1.4B and a Llama of 0.4B reach 0.44 to 0.49, xLSTM-400M 0.19 to 0.26."""
     memory: float = 0.8
     """Of the bandwidth of the memory, by the optimizer."""
     links: float = 0.7

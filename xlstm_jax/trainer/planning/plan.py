@@ -3,8 +3,9 @@
 What lives as long as the run is exact. Of what lives within a step, there are two estimates. The lower one is read off
 the traced step, in the precisions of the model: gradients, activations and logits. The upper one is what the compiled
 step needs; if it was compiled for a CPU, which computes in float32, another device needs less. On an H200 (xLSTM of
-0.4B and 1.4B, Llama of 0.4B, 16k to 32k tokens in a minibatch, each remat), temporaries were 0.9 to 1.3 times the lower
-one and 0.4 to 0.9 times the upper one, and the whole was what the device really took, within 4%.
+0.4B and 1.4B, Llama of 0.4B, 16k to 32k tokens in a minibatch, each remat), temporaries were 0.96 to 1.34 times the
+lower one and 0.44 to 0.94 times the upper one. A step that is compiled for the device itself takes what its compiler
+says, within 4%.
 """
 
 import dataclasses

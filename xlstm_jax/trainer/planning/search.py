@@ -150,9 +150,11 @@ def _ways(
 ) -> Iterator[tuple[Candidate, Setup]]:
     """Yield all runs that are possible, with their times and the bytes of their states."""
     pipeline = setup.axis_sizes[setup.model.parallel.pipeline_axis_name]
+    num_heads = getattr(setup.shape, "kv_heads", setup.shape.num_heads)
     for model in model_sizes:
         num_left = setup.num_devices // (model * pipeline)
-        if setup.num_devices % (model * pipeline):
+        if setup.num_devices % (model * pipeline) or num_heads % model:
+            report(f"{num_heads} heads on {setup.num_devices} devices leave no room for tp {model}.")
             continue
         for fsdp in _divisors(num_left):
             base = setup.with_choices(remat="full", accumulation=1, fsdp=fsdp, model=model)

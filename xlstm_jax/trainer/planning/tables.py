@@ -43,7 +43,8 @@ def render_search(result: SearchResult, target_memory: int | float) -> Renderabl
                 f"{candidate.compiled / GIB:,.2f}",
                 "[green]fits[/]" if candidate == result.found else "too large",
             )
-    return Group(table, "", _verdict(result, target_memory))
+    verdict = _verdict(result, target_memory)
+    return Group(table, "", verdict) if table.row_count else verdict
 
 
 def _verdict(result: SearchResult, target_memory: int | float) -> str:
