@@ -11,15 +11,13 @@ from rich.text import Text
 from xlstm_jax.cli.screen import as_typed
 from xlstm_jax.kernels.mlstm.api import choose_backend as choose_mlstm
 from xlstm_jax.kernels.slstm.api import choose_backend as choose_slstm
-from xlstm_jax.models.cost import model_cost
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.recipes.run import Run
-from xlstm_jax.trainer.base.run_metrics import peak_flops
+from xlstm_jax.trainer.planning.plan import Plan, make_plan
+from xlstm_jax.trainer.planning.setup import Setup
 
 GIB = 2**30
-ASSUMED_SHARE = 0.3
-"""The share of a device's peak at which models train, for the first guess of how long a run takes."""
 
 
 def describe_start(run: Run) -> Any:
@@ -64,17 +62,21 @@ def _facts(run: Run) -> Mapping[str, str]:
         "devices": _describe_devices(trainer.mesh),
         "kernels": _describe_kernels(shape),
         "parameters": f"{trainer.get_num_params():,}",
-        "memory": f"{_state_bytes(trainer.state) / GIB:.2f} GiB of parameters and optimizer on a device",
         "batch": f"{config.batch_size} × {config.context_length} = {num_tokens:,} tokens",
     }
+    plan = _plan(run)
+    if plan is not None:
+        state = f"of which {plan.persistent.total / GIB:.2f} GiB are parameters, optimizer and batch"
+        facts["memory"] = f"about {plan.memory / GIB:.2f} GiB on a device, {state}"
     if run.validation_text is not None and run.validation_text.compressors:
         text = run.validation_text
         reached = ", ".join(f"{name} {bits:.2f}" for name, bits in text.compressors.items())
         facts["to beat"] = f"{reached} bits per byte on the {text.num_bytes:,} bytes of validation text"
     if config.num_train_steps is not None:
-        facts["length"] = f"{config.num_train_steps:,} steps, {config.num_train_steps * num_tokens:,} tokens" + _guess(
-            shape, config.num_train_steps - trainer.global_step, config, trainer.mesh.size
-        )
+        facts["length"] = f"{config.num_train_steps:,} steps, {config.num_train_steps * num_tokens:,} tokens"
+        if plan is not None:
+            left = (config.num_train_steps - trainer.global_step) * plan.time.total
+            facts["length"] += f"; at a guess {_duration(left)}"
     return {**facts, "folder": as_typed(run.folder)}
 
 
@@ -97,19 +99,23 @@ def _describe_kernels(shape: Any) -> str:
     return "\n".join(parts)
 
 
-def _state_bytes(state: Any) -> int:
-    """Return the bytes of the state on the first device of this process."""
-    device = jax.local_devices()[0]
-    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-    return sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == device)
-
-
-def _guess(shape: Any, num_steps: int, config: Any, num_devices: int) -> str:
-    if not isinstance(shape, XLSTMConfig | LlamaConfig):
-        return ""
-    cost = model_cost(shape, sequence_length=config.context_length, batch_size=config.batch_size)
-    seconds = num_steps * cost.flops.executed / (ASSUMED_SHARE * peak_flops(num_devices))
-    return f"; at a guess {_duration(seconds)}"
+def _plan(run: Run) -> Plan | None:
+    """Return what the run is expected to need, without compiling anything; `None` for models that are not ours."""
+    config, device = run.config, run.trainer.mesh.devices.flat[0]
+    if not isinstance(config.model.model_config, XLSTMConfig | LlamaConfig):
+        return None
+    setup = Setup(
+        trainer=config.trainer,
+        model=config.model,
+        optimizer=config.optimizer,
+        batch_size=config.batch_size,
+        context_length=config.context_length,
+        num_devices=run.trainer.mesh.size,
+    )
+    try:
+        return make_plan(setup, "cpu" if device.platform == "cpu" else device.device_kind, compiles=False)
+    except ValueError:  # a device that is in no table
+        return None
 
 
 def _duration(seconds: float) -> str:

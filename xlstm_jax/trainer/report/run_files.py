@@ -89,7 +89,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
     Args:
         folder: The folder.
-        name: What to call the run; the name of the folder by default.
+        name: What to call the run; by default as its config does, and the name of the folder.
 
     Returns:
         What it tells.
@@ -109,8 +109,9 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         else:
             metrics[mode] = _to_curves(rows)
     environment = _read_mapping(folder / ENVIRONMENT_FILE)
+    titles = [_read_mapping(folder / CONFIG_FILES[0]).get("name"), folder.resolve().name]
     return Run(
-        name=folder.resolve().name if name is None else name,
+        name=" ".join(title for title in titles if isinstance(title, str)) if name is None else name,
         folder=folder,
         metrics=metrics,
         facts=facts,
