@@ -56,7 +56,7 @@ def build_trainer(folder: Path, num_steps: int) -> LLMTrainer:
         OptimizerConfig(
             name="adamw",
             scheduler=SchedulerConfig(
-                name="cosine_decay", lr=4e-3, warmup_steps=20, decay_steps=num_steps, end_lr_factor=0.1
+                name="cosine_decay", lr=4e-3, warmup_steps=num_steps // 20, decay_steps=num_steps, end_lr_factor=0.1
             ),
             weight_decay=0.1,
             grad_clip_norm=1.0,

@@ -138,7 +138,8 @@ def is_alive(process_id):
 
 def test_an_interrupt_ends_the_script_and_all_it_has_started(folder):
     code = (
-        "import sys; from pathlib import Path; from xlstm_jax.cli import bench, main\n"
+        "import signal, sys; from pathlib import Path; from xlstm_jax.cli import bench, main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background takes away\n"
         "bench.SCRIPTS, bench._describe_machine = Path(sys.argv[1]), dict\n"
         "sys.exit(main.main(['bench', '--output', sys.argv[2], 'endless']))"
     )

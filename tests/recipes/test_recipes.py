@@ -71,7 +71,7 @@ def test_every_published_recipe_says_command_hardware_result_and_source(name):
 
 def test_every_published_recipe_lowers_on_its_mesh():
     """In a process of its own: checks of annotations would make tracing several times as long."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "recipes")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [TESTS.parent, TESTS, TESTS / "recipes"]))}
     code = "import test_recipes; [print(test_recipes.lower(name), name, flush=True) for name in test_recipes.PUBLISHED]"
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=900, check=True
