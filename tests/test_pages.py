@@ -35,7 +35,8 @@ SHIM = f"""#!{sys.executable}
 import sys
 from xlstm_jax.cli.main import main
 small = {SMALL} if sys.argv[1:2] == ["train"] and "--cfg" not in sys.argv else ()
-sys.exit(main([*sys.argv[1:], *small]))
+longer = ["num_train_steps=12"] if sys.argv[1:2] == ["resume"] else ()
+sys.exit(main([*sys.argv[1:], *small, *longer]))
 """
 
 PYTHON = f"""#!/bin/sh
