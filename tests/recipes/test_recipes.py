@@ -38,15 +38,7 @@ def run_of(name: str) -> RunConfig:
 
 
 def setup_of(name: str, num_devices: int | None = None) -> Setup:
-    run = run_of(name)
-    return Setup(
-        trainer=run.trainer,
-        model=run.model,
-        optimizer=run.optimizer,
-        batch_size=run.batch_size,
-        context_length=run.context_length,
-        num_devices=num_devices or NUM_DEVICES.get(name, 32),
-    )
+    return run_of(name).setup(num_devices or NUM_DEVICES.get(name, 32))
 
 
 def lower(name: str) -> int:

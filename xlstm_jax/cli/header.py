@@ -15,7 +15,6 @@ from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.recipes.run import Run
 from xlstm_jax.trainer.planning.plan import Plan, make_plan
-from xlstm_jax.trainer.planning.setup import Setup
 
 GIB = 2**30
 
@@ -104,14 +103,7 @@ def _plan(run: Run) -> Plan | None:
     config, device = run.config, run.trainer.mesh.devices.flat[0]
     if not isinstance(config.model.model_config, XLSTMConfig | LlamaConfig):
         return None
-    setup = Setup(
-        trainer=config.trainer,
-        model=config.model,
-        optimizer=config.optimizer,
-        batch_size=config.batch_size,
-        context_length=config.context_length,
-        num_devices=run.trainer.mesh.size,
-    )
+    setup = config.setup(run.trainer.mesh.size)
     try:
         return make_plan(setup, "cpu" if device.platform == "cpu" else device.device_kind, compiles=False)
     except ValueError:  # a device that is in no table

@@ -53,18 +53,10 @@ def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:
     from xlstm_jax.recipes.run_config import build_run
     from xlstm_jax.trainer.planning.plan import make_plan, resolve_accelerator
     from xlstm_jax.trainer.planning.search import search
-    from xlstm_jax.trainer.planning.setup import Setup
     from xlstm_jax.trainer.planning.tables import render, render_search
 
     config = build_run(settings)
-    setup = Setup(
-        trainer=config.trainer,
-        model=config.model,
-        optimizer=config.optimizer,
-        batch_size=config.batch_size,
-        context_length=config.context_length,
-        num_devices=args.devices or jax.device_count(),
-    )
+    setup = config.setup(args.devices or jax.device_count())
     name = args.accelerator or ("cpu" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind)
     if args.target_memory is None:
         plan = make_plan(setup, name, compiles=not args.no_compile, num_steps=config.num_train_steps)

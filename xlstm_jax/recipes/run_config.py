@@ -14,6 +14,7 @@ from xlstm_jax.recipes.build import build, nearest
 from xlstm_jax.recipes.data import DataRecipe, read_data
 from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.optimizer import OptimizerConfig
+from xlstm_jax.trainer.planning.setup import Setup
 
 VOCABULARY_MULTIPLE = 64
 """To what a vocabulary is rounded up that the tokenizer decides on: matrices of such sizes are fast."""
@@ -48,6 +49,17 @@ class RunConfig(ConfigDict):
     data: DataRecipe
     optimizer: OptimizerConfig
     trainer: LLMTrainerConfig
+
+    def setup(self, num_devices: int) -> Setup:
+        """Return what a plan of this run on so many devices is made for."""
+        return Setup(
+            trainer=self.trainer,
+            model=self.model,
+            optimizer=self.optimizer,
+            batch_size=self.batch_size,
+            context_length=self.context_length,
+            num_devices=num_devices,
+        )
 
     def __post_init__(self):
         if (self.num_train_steps is None) == (self.num_epochs is None):
