@@ -1,6 +1,7 @@
 """Eight simulated devices, checked shapes, and one compilation cache for the whole run."""
 
 import atexit
+import logging
 import os
 import shutil
 import tempfile
@@ -26,6 +27,12 @@ install_import_hook("xlstm_jax", "beartype.beartype")
 import jax
 import jaxtyping
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def heard_logger(monkeypatch):
+    """Let the package's messages reach the root logger, whatever an earlier test did to them."""
+    monkeypatch.setattr(logging.getLogger("xlstm_jax"), "propagate", True)
 
 
 @pytest.fixture
