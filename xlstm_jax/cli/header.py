@@ -88,14 +88,18 @@ def _describe_devices(mesh: Any) -> str:
 def _describe_kernels(shape: Any) -> str:
     if not isinstance(shape, XLSTMConfig):
         return f"attention: {shape.attention_backend}" if isinstance(shape, LlamaConfig) else "the model's own"
-    named = {"mLSTM": (shape.mlstm_backend, choose_mlstm), "sLSTM": (shape.slstm_backend, choose_slstm)}
-    used = {"mLSTM": {"mlstm", "mlstm_up"}, "sLSTM": {"slstm"}}
-    parts = [
-        f"{name}: {choose()[1] if backend == 'auto' else backend}"
-        for name, (backend, choose) in named.items()
-        if used[name] & set(shape.kinds)
-    ]
-    return "\n".join(parts)
+    heads, parts = shape.num_heads, {}
+    if "mlstm" in shape.kinds:
+        dims = shape.qk_dim // heads, shape.v_dim // heads
+        parts["mLSTM"] = shape.mlstm_backend, choose_mlstm(shape.dtype, *dims)
+    if "mlstm_up" in shape.kinds:
+        dims = (shape.inner_dim // heads,) * 2
+        parts["mLSTM"] = shape.mlstm_backend, choose_mlstm(shape.dtype, *dims)
+    if "slstm" in shape.kinds:
+        parts["sLSTM"] = shape.slstm_backend, choose_slstm(shape.embedding_dim // heads, shape.dtype)
+    return "\n".join(
+        f"{name}: {reason if backend == 'auto' else backend}" for name, (backend, (_, reason)) in parts.items()
+    )
 
 
 def _plan(run: Run) -> Plan | None:

@@ -7,7 +7,7 @@ the state handed over. An error is the largest difference in an array, as a shar
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -34,7 +34,9 @@ LAWS = {"reference": "steps", "xla": "softmax", "cudnn": "softmax"}
 """What a backend is compared with, if not with the reference."""
 
 IN_PARTS = "outputs in two parts"
-BATCH, LENGTH, HEADS, QK_DIM, V_DIM, CHUNK_SIZE = 2, 88, 2, 32, 64, 32
+BATCH, LENGTH, HEADS, QK_DIM, V_DIM, CHUNK_SIZE = 2, 88, 2, 64, 64, 32
+IN_HALF = ("cudnn", "mosaic")
+"""The backends that compute in bfloat16; what they read as such is a number of bfloat16 for the others too."""
 PARTS = slice(0, 44), slice(44, LENGTH)
 """They are compiled once, as they are equally long, and end within a chunk."""
 
@@ -60,7 +62,7 @@ def check_numbers(title: str) -> Section:
 
 def _verdict(measure: Callable[[str], Arrays], backend: str) -> tuple[str, ...]:
     """Return the largest error, its limit and where it is; or what went wrong."""
-    limit = LIMITS[HALF.name if backend == "cudnn" else "float32"]
+    limit = LIMITS[HALF.name if backend in IN_HALF else "float32"]
     try:
         actual, expected = measure(backend), dict(measure(LAWS.get(backend, "reference")))
         if IN_PARTS in actual:
@@ -91,12 +93,13 @@ def _measure_mlstm(backend: str) -> Arrays:
 
     def run(inputs: Arrays, state: MLSTMState) -> Any:
         form: Any = backend
+        inputs = _in_half(inputs, "qkv") if backend in IN_HALF else inputs
         return mlstm(**inputs, state=state, return_state=True, chunk_size=CHUNK_SIZE, backend=form)
 
     def step(inputs: Arrays, state: MLSTMState) -> Any:
         return mlstm_step(**inputs, state=state)
 
-    return _measure_recurrence(backend, run, step, inputs, state)
+    return _measure_recurrence(backend, run, step, _rounded(inputs, "qkv"), state)
 
 
 def _measure_slstm(backend: str) -> Arrays:
@@ -110,16 +113,24 @@ def _measure_slstm(backend: str) -> Arrays:
 
     def run(inputs: Arrays, state: SLSTMState) -> Any:
         form: Any = backend
+        inputs = _in_half(inputs, ["recurrent"]) if backend in IN_HALF else inputs
         return slstm(**inputs, state=state, return_state=True, backend=form)
 
     def step(inputs: Arrays, state: SLSTMState) -> Any:
         return slstm_step(**inputs, state=state)
 
-    return _measure_recurrence(backend, run, step, inputs, state)
+    return _measure_recurrence(backend, run, step, _rounded(inputs, ["recurrent"]), state)
+
+
+def _in_half(inputs: Arrays, names: Iterable[str]) -> dict[str, Any]:
+    return {**inputs, **{name: inputs[name].astype(HALF) for name in names}}
+
+
+def _rounded(inputs: Arrays, names: Iterable[str]) -> Arrays:
+    return {name: np.asarray(x, np.float32) for name, x in _in_half(inputs, names).items()}
 
 
 def _measure_recurrence(backend: str, run: Run, step: Run, inputs: Arrays, state: Any) -> Arrays:
-    inputs = {name: np.asarray(x, np.float32) for name, x in inputs.items()}
     if backend == "steps":
         return _measure_steps(jax.jit(step), inputs, state)
     results = _measure_sequence(run, inputs, state)
@@ -188,7 +199,7 @@ def _project(results: Arrays) -> Any:
 
 def _measure_attention(backend: str) -> Arrays:
     """Return all that `backend` computes from drawn inputs; they are numbers of bfloat16, whatever the precision."""
-    generator, dtype = np.random.default_rng(0), HALF if backend == "cudnn" else jnp.float32
+    generator, dtype = np.random.default_rng(0), HALF if backend in IN_HALF else jnp.float32
     heads = {"q": 2 * HEADS, "k": HEADS, "v": HEADS}
     drawn = {name: generator.normal(size=(BATCH, LENGTH, count, HEAD_DIM)) for name, count in heads.items()}
     form: Any = backend

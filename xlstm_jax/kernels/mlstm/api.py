@@ -7,20 +7,23 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.hopper import auto_problem, hopper_problem
 from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm import reference
 from xlstm_jax.kernels.mlstm.chunkwise import mlstm_chunkwise
 from xlstm_jax.kernels.mlstm.gates import InputGate, log_input_gate
+from xlstm_jax.kernels.mlstm.mosaic.tiling import choose_tiling, tiling_problem
 from xlstm_jax.kernels.mlstm.parallel import mlstm_parallel
 from xlstm_jax.kernels.mlstm.state import MLSTMState, empty_state, state_dtype
 
 LOGGER = logging.getLogger(__name__)
 
-Form = Literal["reference", "parallel", "chunkwise"]
-Backend = Literal["auto", "reference", "parallel", "chunkwise"]
+Form = Literal["reference", "parallel", "chunkwise", "mosaic"]
+Backend = Literal["auto", "reference", "parallel", "chunkwise", "mosaic"]
 
 
 def mlstm(
@@ -49,8 +52,10 @@ def mlstm(
         state: The memory before the first position; empty by default.
         return_state: Whether to return the memory after the last position too.
         resets: Where a document begins: the memory is emptied before that position.
-        chunk_size: Positions that the chunkwise form treats at once. It changes speed and memory, not results.
-        backend: The form of the computation; `auto` picks the fastest for this device.
+        chunk_size: Positions that the chunkwise form in plain JAX treats at once. It changes speed and memory, not
+            results; the kernels for GPUs choose for themselves.
+        backend: The form of the computation; `auto` picks the fastest for this device: on Hopper GPUs, for bfloat16 and
+            heads of the usual sizes, the kernels `mosaic`, elsewhere `chunkwise`.
         input_gate: The activation of the input gates.
         eps: Added to the denominator of the outputs, in units of the stabiliser.
 
@@ -62,8 +67,12 @@ def mlstm(
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
     b, _, h, qk_dim = q.shape
-    first = empty_state(b, h, qk_dim, v.shape[-1], dtype) if state is None else _cast(state, dtype)
-    hidden, last = _form(backend, chunk_size, eps)(q, k, v, log_input, log_forget, materialize(first), resets)
+    form = resolve_backend(backend, v.dtype, qk_dim, v.shape[-1])
+    first = None if state is None else _cast(state, dtype)
+    if first is None and form != "mosaic":
+        first = empty_state(b, h, qk_dim, v.shape[-1], dtype)
+    run = _implementation(form, chunk_size, eps)
+    hidden, last = run(q, k, v, log_input, log_forget, first and materialize(first), resets)
     return (hidden, last) if return_state else hidden
 
 
@@ -75,13 +84,30 @@ def mlstm_step(
     fgate: Float[Array, "b h"],
     state: MLSTMState,
     *,
+    backend: Backend = "auto",
     input_gate: InputGate = "exp",
     eps: float = 1e-6,
 ) -> tuple[Float[Array, "b h v"], MLSTMState]:
-    """Run one token through an mLSTM cell: the arguments and results of `mlstm` without the sequence axis."""
+    """Run one token through an mLSTM cell: the arguments and results of `mlstm` without the sequence axis.
+
+    `auto` takes the kernel for Hopper GPUs where it can, and `mosaic` always; all other backends step in plain JAX.
+    """
     dtype = state.memory.dtype
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
+    problems = {"auto": auto_problem, "mosaic": hopper_problem}
+    problem = problems[backend]() if backend in problems else f"{backend} is the backend"
+    if problem is None:
+        from xlstm_jax.kernels.mlstm.mosaic.step import mosaic_step, step_problem
+
+        problem = step_problem(q, k, v, state)
+        if problem is None:
+            say_once(LOGGER, "mLSTM, token by token: the kernel for Hopper GPUs.")
+            hidden, state = mosaic_step(state, q, k, v, log_input, log_forget, eps=eps)
+            return hidden.astype(v.dtype), state
+    if backend == "mosaic":
+        raise ValueError(f"The mLSTM backend 'mosaic' cannot take a token here: {problem}. Choose 'auto'.")
+    say_once(LOGGER, f"mLSTM, token by token: plain JAX, as {problem}.")
     q, k = q.astype(dtype), k.astype(dtype)
     hidden, state = reference.step(state, q, k, v.astype(dtype), log_input, log_forget, eps=eps)
     return hidden.astype(v.dtype), state
@@ -91,46 +117,82 @@ def _cast(state: MLSTMState, dtype: jnp.dtype) -> MLSTMState:
     return MLSTMState(*(x.astype(dtype) for x in state))
 
 
-def choose_backend() -> tuple[Form, str]:
-    """Return the form that `auto` picks on this device, and what is to be said about it."""
-    return "chunkwise", "the chunkwise form in plain JAX, which runs on every device"
+def choose_backend(dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512) -> tuple[Form, str]:
+    """Return the form that `auto` picks on this device, and what is to be said about it.
+
+    Args:
+        dtype: The type of queries, keys and values.
+        qk_dim: The size of a head's queries and keys.
+        v_dim: The size of a head's values.
+    """
+    if problem := auto_problem() or mosaic_problem(dtype, qk_dim, v_dim):
+        return "chunkwise", f"the chunkwise form in plain JAX, as {problem}"
+    return "mosaic", "the chunkwise form in kernels for Hopper GPUs"
 
 
-def resolve_backend(backend: Backend) -> Form:
-    """Return the form that computes on this device, and say what `auto` picks; a `ValueError` says why none can."""
+def mosaic_problem(dtype: DTypeLike, qk_dim: int, v_dim: int) -> str | None:
+    """Return why the kernels for Hopper GPUs cannot compute this here, or `None` if they can."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"the kernels for Hopper GPUs compute in bfloat16, and this is {jnp.dtype(dtype).name}"
+    return hopper_problem() or tiling_problem(qk_dim, v_dim)
+
+
+def resolve_backend(backend: Backend, dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512) -> Form:
+    """Return the form that computes on this device, and say what `auto` picks; a `ValueError` says why none can.
+
+    The arguments after the first are those of `choose_backend`.
+    """
     if backend == "auto":
-        form, reason = choose_backend()
+        form, reason = choose_backend(dtype, qk_dim, v_dim)
         say_once(LOGGER, f"mLSTM: {reason}.")
         return form
     if backend not in get_args(Form):
         raise ValueError(f"There is no mLSTM backend {backend!r}, only {', '.join(get_args(Backend))}.")
+    if backend == "mosaic" and (problem := mosaic_problem(dtype, qk_dim, v_dim)):
+        raise ValueError(f"The mLSTM backend 'mosaic' cannot run here: {problem}. Choose 'auto' or 'chunkwise'.")
     return backend
 
 
-def _form(backend: Backend, chunk_size: int, eps: float) -> Callable[..., tuple[jax.Array, MLSTMState]]:
-    match resolve_backend(backend):
+def _implementation(form: Form, chunk_size: int, eps: float) -> Callable[..., tuple[jax.Array, MLSTMState]]:
+    match form:
         case "reference":
             return functools.partial(reference.mlstm_reference, eps=eps)
         case "parallel":
             return functools.partial(mlstm_parallel, eps=eps)
         case "chunkwise":
             return functools.partial(_chunkwise_of_any_length, chunk_size=chunk_size, eps=eps)
+        case "mosaic":
+            return functools.partial(_mosaic_of_any_length, eps=eps)
 
 
 def _chunkwise_of_any_length(q, k, v, log_input, log_forget, state, resets, *, chunk_size, eps):
-    """Pad a sequence to a multiple of the chunk size with positions that forget nothing and write nothing."""
-    length = q.shape[1]
-    chunk_size = min(chunk_size, length)
-    padding = -length % chunk_size
+    chunk_size = min(chunk_size, q.shape[1])
+    arrays = _padded(q, k, v, log_input, log_forget, resets, multiple=chunk_size)
+    result: Any = mlstm_chunkwise(*arrays[:5], state, arrays[5], chunk_size, eps)
+    hidden, last = result
+    return hidden[:, : q.shape[1]], last
+
+
+def _mosaic_of_any_length(q, k, v, log_input, log_forget, state, resets, *, eps):
+    # Only here: it does not exist in the versions of JAX that other devices are content with.
+    from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
+
+    tiling = choose_tiling(q.shape[-1], v.shape[-1], q.shape[1])
+    arrays = _padded(q, k, v, log_input, log_forget, resets, multiple=tiling.chunk_size)
+    result: Any = mlstm_mosaic(*arrays[:5], state, arrays[5], tiling, eps, None)
+    hidden, last = result
+    return hidden[:, : q.shape[1]], last
+
+
+def _padded(q, k, v, log_input, log_forget, resets, *, multiple):
+    """Make a sequence longer, to a multiple of a length, by positions that forget nothing and write nothing."""
+    padding = -q.shape[1] % multiple
 
     def padded(x: jax.Array, value: float = 0) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), constant_values=value) if padding else x
 
     resets = None if resets is None else padded(resets)
-    gates = padded(log_input, -jnp.inf), padded(log_forget)
-    result: Any = mlstm_chunkwise(padded(q), padded(k), padded(v), *gates, state, resets, chunk_size, eps)
-    hidden, last = result
-    return hidden[:, :length], last
+    return padded(q), padded(k), padded(v), padded(log_input, -jnp.inf), padded(log_forget), resets
 
 
 def _check(q, k, v, igate, fgate, state, chunk_size):

@@ -9,7 +9,9 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
+
+from xlstm_jax.kernels.mlstm.scans import scan
 
 InputGate = Literal["exp", "sigmoid"]
 
@@ -36,6 +38,8 @@ class ChunkGates(NamedTuple):
     carry: Float[Array, "n b h"]
     """What is left of the memory before the chunk after it."""
     stabilizer: Float[Array, "n b h l"]
+    document: Int[Array, "n b 1 l"] | None
+    """Which document of its chunk a position belongs to, if documents begin somewhere."""
 
     def decay(self) -> Float[Array, "n b h l l"]:
         """Return the factors between all positions of each chunk."""
@@ -51,8 +55,8 @@ def chunk_gates(
 ) -> ChunkGates:
     """Compute all factors of a sequence whose length is a multiple of `chunk_size`."""
     log_input, log_forget = _chunked(log_input, chunk_size), _chunked(log_forget, chunk_size)
-    mask = earlier = jnp.tril(jnp.ones((chunk_size, chunk_size), bool))[None, None, None]
-    floor, reads_state, reaches_end = log_input, None, None
+    mask = jnp.tril(jnp.ones((chunk_size, chunk_size), bool))[None, None, None]
+    floor, document, reads_state, reaches_end = log_input, None, None, None
     if resets is not None:
         begins = _chunked(resets[..., None], chunk_size)
         document = jnp.cumsum(begins, axis=-1)
@@ -65,29 +69,40 @@ def chunk_gates(
     def only(condition: jax.Array | None, x: jax.Array, otherwise: float = 0.0) -> jax.Array:
         return x if condition is None else jnp.where(condition, x, otherwise)
 
-    # Not jnp.cumsum: of that, XLA on CPU repeats the last step for every pair of positions.
-    cumulative = jnp.sum(jnp.where(earlier, log_forget[..., None, :], 0.0), axis=-1)
+    cumulative = scan(log_forget, "sum")
     kept = only(reads_state, cumulative, -jnp.inf)
-    before, stabilizer = _stabilizers(cumulative, floor, mask, kept, initial)
+    before, stabilizer = _stabilizers(cumulative, floor, document, kept, initial)
     left = kept + before[..., None] - stabilizer
     right = cumulative[..., -1:] - cumulative + log_input - stabilizer[..., -1:]
     from_state, to_state = jnp.exp(left), only(reaches_end, jnp.exp(right))
     row, column = cumulative - stabilizer, log_input - cumulative
-    return ChunkGates(row, column, mask, from_state, to_state, from_state[..., -1], stabilizer)
+    return ChunkGates(row, column, mask, from_state, to_state, from_state[..., -1], stabilizer, document)
 
 
-def _stabilizers(cumulative, floor, mask, kept, initial):
+def _stabilizers(cumulative, floor, document, kept, initial):
     """Compute the stabilisers before each chunk and of each position."""
     cumulative, floor, kept, initial = lax.stop_gradient((cumulative, floor, kept, initial))
-    factors = jnp.where(mask, cumulative[..., :, None] + (floor - cumulative)[..., None, :], -jnp.inf)
-    within = jnp.max(factors, axis=-1)
-
-    def body(before, chunk):
-        kept, within = chunk
-        return jnp.maximum(before + kept, within), before
-
-    _, before = lax.scan(body, initial, (kept[..., -1], within[..., -1]))
+    within = cumulative + scan(floor - cumulative, "max", document)
+    crossed = None if document is None else document[..., -1] == 0
+    before = _carried(initial, cumulative[..., -1], crossed, within[..., -1])
     return before, jnp.maximum(before[..., None] + kept, within)
+
+
+def _carried(initial, decay, crossed, within):
+    """Compute `x[0] = initial` and `x[n + 1] = max(x[n] + decay[n], within[n])`, chunks that are not `crossed` cut off.
+
+    Not in a loop, which costs a GPU more than everything else about the gates. The sum of decays between two chunks is
+    a difference of sums from the first: its rounding may move the units of a memory, but not what is stored in it.
+    """
+
+    def by_chunk(first: jax.Array, others: jax.Array) -> jax.Array:
+        return jnp.moveaxis(jnp.concatenate([first[None], others[:-1]]), 0, -1)
+
+    decayed = scan(by_chunk(jnp.zeros_like(initial), decay), "sum")
+    cuts = None
+    if crossed is not None:
+        cuts = jnp.cumsum(by_chunk(jnp.zeros_like(crossed[0], jnp.int32), ~crossed), axis=-1)
+    return jnp.moveaxis(decayed + scan(by_chunk(initial, within) - decayed, "max", cuts), -1, 0)
 
 
 def _chunked(x, chunk_size):

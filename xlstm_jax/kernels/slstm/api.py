@@ -5,17 +5,20 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.hopper import auto_problem
 from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.slstm import reference
+from xlstm_jax.kernels.slstm.mosaic.limits import HEAD_DIMS, ROWS, mosaic_problem
 from xlstm_jax.kernels.slstm.recompute import slstm_recompute
 from xlstm_jax.kernels.slstm.state import SLSTMState, empty_state
 
 LOGGER = logging.getLogger(__name__)
 
-Form = Literal["reference", "recompute"]
-Backend = Literal["auto", "reference", "recompute"]
+Form = Literal["reference", "recompute", "mosaic"]
+Backend = Literal["auto", "reference", "recompute", "mosaic"]
 
 
 def slstm(
@@ -37,20 +40,22 @@ def slstm(
         return_state: Whether to return the memory after the last position too.
         resets: Where a document begins: the memory is emptied before that position.
         mask: Which positions count. The others may hold anything: they leave the memory as it is, and give zeros.
-        backend: The form of the computation; `auto` picks the fastest for this device.
+        backend: The form of the computation; `auto` picks the fastest for this device: on Hopper GPUs, with a recurrent
+            kernel in bfloat16 and heads of 64, 128 or 192 units, the kernel `mosaic`, elsewhere `recompute`.
 
     Returns:
         The hidden states, and the last state if asked for.
     """
     _check(gates, recurrent, state, resets, mask)
     dtype = jnp.promote_types(gates.dtype, jnp.float32)
-    b, _, _, h, d = gates.shape
+    b, s, _, h, d = gates.shape
     first = empty_state(b, h, d, dtype) if state is None else SLSTMState(*(x.astype(dtype) for x in state))
-    run = _form(backend)
-    inputs = gates.astype(dtype)
+    form = resolve_backend(backend, d, recurrent.dtype, dtype, (b + -b % ROWS) * s * h * d)
+    # The kernel for GPUs reads gates as they are, for they are most of its traffic.
+    inputs = gates if form == "mosaic" and gates.dtype == jnp.bfloat16 else gates.astype(dtype)
     if mask is not None:
         inputs = jnp.where(mask[..., None, None, None], inputs, 0.0)
-    result: Any = run(inputs, recurrent, first, resets, mask)
+    result: Any = _implementation(form)(inputs, recurrent, first, resets, mask)
     hidden, last = result
     if mask is not None:
         hidden = jnp.where(mask[..., None, None], hidden, 0.0)
@@ -66,24 +71,65 @@ def slstm_step(
     return state.hidden.astype(gates.dtype), state
 
 
-def choose_backend() -> tuple[Form, str]:
-    """Return the form that `auto` picks on this device, and what is to be said about it."""
-    return "recompute", "the scan with a backward pass that keeps only hidden states, on every device"
+def choose_backend(
+    head_dim: int = HEAD_DIMS[0],
+    recurrent_dtype: DTypeLike = jnp.bfloat16,
+    state_dtype: DTypeLike = jnp.float32,
+    num_cells: int = 0,
+) -> tuple[Form, str]:
+    """Return the form that `auto` picks on this device, and what is to be said about it.
+
+    Args:
+        head_dim: Units of a head.
+        recurrent_dtype: Precision of the recurrent kernel.
+        state_dtype: Precision of the memory.
+        num_cells: Units of all heads at all positions of all sequences, in whole groups of `ROWS` sequences.
+    """
+    problem = auto_problem() or mosaic_problem(head_dim, recurrent_dtype, state_dtype, num_cells)
+    if problem is None:
+        return (
+            "mosaic",
+            "one launch for the whole sequence, with the recurrent kernel on chip, for this is a Hopper GPU",
+        )
+    return "recompute", f"the scan with a backward pass that keeps only hidden states, as {problem}"
 
 
-def resolve_backend(backend: Backend) -> Form:
-    """Return the form that computes on this device, and say what `auto` picks; a `ValueError` says why none can."""
+def resolve_backend(
+    backend: Backend,
+    head_dim: int = HEAD_DIMS[0],
+    recurrent_dtype: DTypeLike = jnp.bfloat16,
+    state_dtype: DTypeLike = jnp.float32,
+    num_cells: int = 0,
+) -> Form:
+    """Return the form that computes on this device, and say what `auto` picks.
+
+    The arguments are those of `choose_backend`.
+
+    Raises:
+        ValueError: If the form cannot, with the reason.
+    """
     if backend == "auto":
-        form, reason = choose_backend()
+        form, reason = choose_backend(head_dim, recurrent_dtype, state_dtype, num_cells)
         say_once(LOGGER, f"sLSTM: {reason}.")
         return form
     if backend not in get_args(Form):
         raise ValueError(f"There is no sLSTM backend {backend!r}, only {', '.join(get_args(Backend))}.")
+    if backend == "mosaic" and (problem := mosaic_problem(head_dim, recurrent_dtype, state_dtype, num_cells)):
+        raise ValueError(f"The sLSTM backend 'mosaic' cannot compute this: {problem}. Use 'auto' or 'recompute'.")
     return backend
 
 
-def _form(backend: Backend) -> Callable[..., Any]:
-    return reference.slstm_reference if resolve_backend(backend) == "reference" else slstm_recompute
+def _implementation(form: Form) -> Callable[..., Any]:
+    match form:
+        case "reference":
+            return reference.slstm_reference
+        case "recompute":
+            return slstm_recompute
+        case "mosaic":
+            # Here, as it needs a newer jax than the rest.
+            from xlstm_jax.kernels.slstm.mosaic.sequence import slstm_mosaic
+
+            return slstm_mosaic
 
 
 def _check(gates, recurrent, state, resets, mask):

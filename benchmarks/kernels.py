@@ -1,0 +1,193 @@
+"""How long the mLSTM cell takes on a GPU: our kernels, plain XLA, the package mlstm-kernels, and attention.
+
+    pip install mlstm-kernels==2.0.6        # for the peer, beside torch with CUDA and triton
+    python benchmarks/kernels.py [--shapes 2] [--peers mlstm-kernels attention] [--chunk-sizes 256]
+
+All take turns in one run, on the same shapes, in bfloat16. A time is the median over groups of calls one after the
+other, on the host's clock, launches included; the peer's too. `forward+backward` computes the gradients of all five
+inputs. The floor is what a GPU needs at least: each input read and each output written once at 4.3 TB/s, or the
+products of the chunkwise form (64 positions a chunk) at 790 TFLOP/s, whichever takes longer.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xlstm_jax.kernels.mlstm import mlstm
+from xlstm_jax.kernels.mlstm.api import Backend, mosaic_problem
+
+BANDWIDTH, FLOPS = 4.3e12, 790e12
+GATE_MEANS = -3.0, 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The size of a problem."""
+
+    batch_size: int
+    num_heads: int
+    length: int
+    qk_dim: int
+    v_dim: int
+
+    def __str__(self) -> str:
+        return f"B{self.batch_size} H{self.num_heads} S{self.length} {self.qk_dim}/{self.v_dim}"
+
+    def floor(self, *, backward: bool) -> float:
+        """Return the seconds that a GPU needs at least."""
+        rows, k, v, chunk = self.batch_size * self.num_heads * self.length, self.qk_dim, self.v_dim, 64
+        forward_bytes, forward_flops = 2 * (2 * k + 2 * v), 4 * k * v + 2 * chunk * (k + v)
+        if not backward:
+            return rows * max(forward_bytes / BANDWIDTH, forward_flops / FLOPS)
+        backward_bytes, backward_flops = 2 * (4 * k + 3 * v), 8 * k * v + chunk * (6 * k + 4 * v)
+        return rows * max((forward_bytes + backward_bytes) / BANDWIDTH, (forward_flops + backward_flops) / FLOPS)
+
+    def inputs(self, seed: int = 0) -> list[jax.Array]:
+        """Draw queries, keys, values, both gates and a gradient of the outputs."""
+        keys = jax.random.split(jax.random.key(seed), 6)
+        sizes = (self.qk_dim, self.qk_dim, self.v_dim, None, None, self.v_dim)
+        rows = self.batch_size, self.length, self.num_heads
+        drawn = [
+            jax.random.normal(
+                key, rows if size is None else (*rows, size), jnp.float32 if size is None else jnp.bfloat16
+            )
+            for key, size in zip(keys, sizes, strict=True)
+        ]
+        return [*drawn[:3], drawn[3] + GATE_MEANS[0], drawn[4] + GATE_MEANS[1], drawn[5]]
+
+
+SHAPES = [
+    Shape(8, 8, 8192, 256, 512),
+    Shape(8, 16, 8192, 128, 256),
+    Shape(8, 32, 8192, 64, 128),
+    Shape(1, 8, 65536, 256, 512),
+    Shape(8, 4, 8192, 256, 512),
+]
+Timed = dict[str, tuple[float, float]]
+"""Seconds of forward, and of forward and backward, by name."""
+
+
+def seconds(call: Callable[[], Any], wait: Callable[[Any], Any], groups: int = 15, calls: int = 4) -> float:
+    """Return the median time of a call."""
+    wait(call())
+    times = []
+    for _ in range(groups):
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = call()
+        wait(result)
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def time_ours(shape: Shape, backend: Backend, chunk_size: int = 256) -> tuple[float, float]:
+    """Time one of our forms."""
+    *inputs, dhidden = shape.inputs()
+
+    def forward(*inputs: jax.Array) -> Any:
+        return mlstm(*inputs, backend=backend, chunk_size=chunk_size)
+
+    def both(dhidden: jax.Array, *inputs: jax.Array) -> Any:
+        hidden, backward = jax.vjp(forward, *inputs)
+        return hidden, backward(dhidden)
+
+    one, two = jax.jit(forward), jax.jit(both)
+    wait = jax.block_until_ready
+    return seconds(lambda: one(*inputs), wait), seconds(lambda: two(dhidden, *inputs), wait)
+
+
+def time_attention(shape: Shape) -> tuple[float, float]:
+    """Time causal attention of cuDNN, 32 heads of 128, on as many tokens."""
+    rows = shape.batch_size, shape.length, 32, 128
+    q, k, v, dhidden = (jax.random.normal(key, rows, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4))
+
+    def forward(*inputs: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(*inputs, is_causal=True, implementation="cudnn")
+
+    def both(dhidden: jax.Array, *inputs: jax.Array) -> Any:
+        hidden, backward = jax.vjp(forward, *inputs)
+        return hidden, backward(dhidden)
+
+    one, two = jax.jit(forward), jax.jit(both)
+    wait = jax.block_until_ready
+    return seconds(lambda: one(q, k, v), wait, 5, 2), seconds(lambda: two(dhidden, q, k, v), wait, 5, 2)
+
+
+def time_peer(shape: Shape, kernel: str) -> tuple[float, float]:
+    """Time a kernel of mlstm-kernels, whose heads come before the positions."""
+    import torch
+    from mlstm_kernels.torch import get_mlstm_kernel
+
+    run = get_mlstm_kernel(f"chunkwise--triton_{kernel}")
+    rows = shape.batch_size, shape.num_heads, shape.length
+    draw = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k, v, dhidden = (torch.randn(*rows, d, **draw) for d in (shape.qk_dim, shape.qk_dim, shape.v_dim, shape.v_dim))
+    gates = [torch.randn(*rows, device="cuda") + mean for mean in GATE_MEANS]
+    inputs = [x.requires_grad_() for x in (q, k, v, *gates)]
+
+    def forward() -> Any:
+        return run(*inputs, chunk_size=128)
+
+    def both() -> Any:
+        return torch.autograd.grad(forward(), inputs, dhidden)
+
+    def wait(_: Any) -> None:
+        torch.cuda.synchronize()
+
+    with torch.no_grad():
+        one = seconds(forward, wait)
+    return one, seconds(both, wait)
+
+
+def time_shape(shape: Shape, peers: list[str], chunk_sizes: list[int]) -> Timed:
+    """Time all that can run here."""
+    timed: Timed = {}
+    if problem := mosaic_problem(jnp.bfloat16, shape.qk_dim, shape.v_dim):
+        print(f"Our kernels do not run: {problem}.")
+    else:
+        timed["ours"] = time_ours(shape, "mosaic")
+    for chunk_size in chunk_sizes:
+        timed[f"plain XLA, chunks of {chunk_size}"] = time_ours(shape, "chunkwise", chunk_size)
+    if "mlstm-kernels" in peers:
+        for kernel in ("xl_chunk", "xl_chunk_siging"):
+            timed[f"mlstm-kernels {kernel}, chunks of 128"] = time_peer(shape, kernel)
+    if "attention" in peers:
+        timed["attention of cuDNN, 32 heads of 128"] = time_attention(shape)
+    return timed
+
+
+def main() -> None:
+    """Print a table of each shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which, counted from zero")
+    parser.add_argument("--peers", nargs="*", default=[], choices=["mlstm-kernels", "attention"])
+    parser.add_argument("--chunk-sizes", type=int, nargs="*", default=[], help="chunks of plain XLA")
+    parser.add_argument("--length", type=int, help="another length, to try on a small machine")
+    arguments = parser.parse_args()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
+    for index in arguments.shapes:
+        shape = SHAPES[index]
+        if arguments.length:
+            shape = dataclasses.replace(shape, length=arguments.length)
+        floors = [shape.floor(backward=backward) for backward in (False, True)]
+        print(f"{shape}, floor {1e3 * floors[0]:.2f} / {1e3 * floors[1]:.2f} ms\n")
+        print("| | forward ms | share of floor | forward+backward ms | share of floor | times ours |")
+        print("|---|---|---|---|---|---|")
+        timed = time_shape(shape, arguments.peers, arguments.chunk_sizes)
+        ours = timed.get("ours")
+        for name, times in timed.items():
+            shares = [floor / t for floor, t in zip(floors, times, strict=True)]
+            ratio = "-" if ours is None else f"{times[0] / ours[0]:.2f} / {times[1] / ours[1]:.2f}"
+            figures = f"{1e3 * times[0]:.3f} | {shares[0]:.0%} | {1e3 * times[1]:.3f} | {shares[1]:.0%}"
+            print(f"| {name} | {figures} | {ratio} |", flush=True)
+        print()
+
+
+if __name__ == "__main__":
+    main()

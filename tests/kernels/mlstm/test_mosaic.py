@@ -1,0 +1,260 @@
+"""The mLSTM in kernels for Hopper GPUs: lowered and simulated everywhere, computed where there is one."""
+
+import functools
+import os
+
+# With the few threads of a small machine, those of simulated blocks would wait for each other for ever.
+os.environ.setdefault("NPROC", "16")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
+from xlstm_jax.kernels.mlstm import MLSTMState, mlstm
+from xlstm_jax.kernels.mlstm.api import choose_backend, resolve_backend
+from xlstm_jax.kernels.mlstm.arg_specs import ArgSpec
+from xlstm_jax.kernels.mlstm.mosaic.tiling import HEAD_DIMS, NUM_SMS, Tiling, choose_tiling, num_segments
+
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
+needs_hopper = pytest.mark.skipif(hopper_problem() is not None, reason="there is no Hopper GPU")
+
+OUTPUTS = ["hidden", "memory", "normalizer"]
+INPUTS = ["q", "k", "v", "igate", "fgate", "state.memory", "state.normalizer"]
+EASY, KEPT, STRONG, SMALL = (-3.0, 4.0), (-3.0, 8.0), (4.0, 8.0), (-10.0, 8.0)
+"""Means of input and forget gates. At the first, little of a memory is left after a chunk."""
+
+
+def drawn(spec, *, with_state=True, reset_rate=0.0):
+    """Draw inputs in bfloat16, where documents begin, and gradients of the outputs and of the last state."""
+    q, k, v, *gates = spec.arguments(jax.random.key(0))
+    inputs = [x.astype(jnp.bfloat16) for x in (q, k, v)] + gates
+    state = spec.state(jax.random.key(1)) if with_state else None
+    shape = spec.batch_size, spec.length
+    resets = jax.random.bernoulli(jax.random.key(2), reset_rate, shape) if reset_rate else None
+    dhidden = jax.random.normal(jax.random.key(3), v.shape, jnp.bfloat16)
+    dlast = jax.tree.map(lambda x: 0.01 * x, spec.state(jax.random.key(4)))
+    return inputs, state, resets, dhidden, dlast._replace(stabilizer=jnp.zeros_like(dlast.stabilizer))
+
+
+def everything(run, inputs, state, resets, dhidden, dlast):
+    """Return outputs and last state, and the gradients of all inputs; forward and backward are programs of their own.
+
+    In one program, XLA drops roundings to bfloat16 that a model has.
+    """
+
+    def forward(inputs, state):
+        return jax.vjp(lambda inputs, state: run(*inputs, state, resets), inputs, state)
+
+    (hidden, last), backward = jax.jit(forward)(inputs, state)
+    cotangents = dhidden.astype(hidden.dtype), jax.tree.map(lambda c, x: c.astype(x.dtype), dlast, last)
+    dinputs, dstate = jax.jit(lambda backward, cotangents: backward(cotangents))(backward, cotangents)
+    names, gradients = (INPUTS, (*dinputs, *dstate[:2])) if state is not None else (INPUTS[:5], dinputs)
+    results = zip([*OUTPUTS, *names], (hidden, *last[:2], *gradients), strict=True)
+    return {name: np.asarray(x, np.float64) for name, x in results}
+
+
+def exact(spec, **options):
+    """Compute the reference in float64."""
+    inputs, state, resets, dhidden, dlast = drawn(spec, **options)
+    with jax.enable_x64(True):
+        inputs, state, dhidden, dlast = jax.tree.map(lambda x: x.astype("float64"), (inputs, state, dhidden, dlast))
+
+        def run(q, k, v, igate, fgate, state, resets):
+            return mlstm(q, k, v, igate, fgate, state=state, resets=resets, return_state=True, backend="parallel")
+
+        return everything(run, inputs, state, resets, dhidden, dlast)
+
+
+def computed(spec, backend, **options):
+    """Compute all of it by a backend in bfloat16."""
+
+    def run(q, k, v, igate, fgate, state, resets):
+        gates = {"state": state, "resets": resets, "return_state": True, "chunk_size": 256}
+        return mlstm(q, k, v, igate, fgate, backend=backend, **gates)
+
+    return everything(run, *drawn(spec, **options))
+
+
+def simulated(spec, tiling, **options):
+    """Compute all of it by the kernels, on a simulated GPU."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
+
+    def run(q, k, v, igate, fgate, state, resets):
+        arguments = igate, jax.nn.log_sigmoid(fgate), state, resets, tiling, 1e-6, plgpu.InterpretGPUParams()
+        return mlstm_mosaic(q, k, v, *arguments)
+
+    return everything(run, *drawn(spec, **options))
+
+
+def errors(actual, expected):
+    """Return the error of each array as a share of its norm, and of its worst row as a share of a usual row's norm."""
+    result = {}
+    for name, e in expected.items():
+        rows, difference = (x.reshape(-1, x.shape[-1]) for x in (e, actual[name] - e))
+        usual = np.sqrt(np.mean(np.sum(rows**2, axis=-1)))
+        result[name] = np.linalg.norm(difference) / np.linalg.norm(e), np.linalg.norm(difference, axis=-1).max() / usual
+    return result
+
+
+def assert_small(actual, expected, limit=1e-2):
+    for name, (error, _) in errors(actual, expected).items():
+        assert error < limit, f"{name}: {error:.4f}"
+
+
+@needs_mosaic
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("documents", [False, True])
+def test_every_tiling_lowers_for_a_gpu(dims, documents):
+    from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
+
+    spec = ArgSpec(2, 1024, 40, *dims)  # so many heads that sequences stay whole, or few, so that they are cut
+    spec = spec if documents else ArgSpec(1, 1024, 2, *dims)
+    tiling = choose_tiling(*dims, spec.length)
+    inputs, state, resets, dhidden, dlast = jax.eval_shape(
+        functools.partial(drawn, spec, with_state=documents, reset_rate=0.1 * documents)
+    )
+
+    def run(q, k, v, igate, fgate, state, resets, dhidden, dlast):
+        def forward(q, k, v, igate, fgate, state):
+            return mlstm_mosaic(q, k, v, igate, jax.nn.log_sigmoid(fgate), state, resets, tiling, 1e-6, None)
+
+        result, backward = jax.vjp(forward, q, k, v, igate, fgate, state)
+        return result, backward((dhidden, dlast))
+
+    lowered = jax.jit(run).trace(*inputs, state, resets, dhidden, dlast).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu_v2") >= 5
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("dims", "num_heads", "num_sms"),
+    [
+        ((64, 64), 1, NUM_SMS),  # the sequence is cut
+        ((64, 64), 1, 1),  # it is not, and one block does all of its work
+        ((64, 128), 2, 3),  # there is less work in the last turn
+    ],
+)
+def test_simulated_kernels_compute_the_reference_and_all_its_gradients(dims, num_heads, num_sms, monkeypatch):
+    spec = ArgSpec(1, 384, num_heads, *dims, igate_mean=4.0, fgate_mean=8.0)
+    for module in ("items", "tiling"):
+        monkeypatch.setattr(f"xlstm_jax.kernels.mlstm.mosaic.{module}.NUM_SMS", num_sms)
+    options = {"reset_rate": 0.01, "with_state": True}
+    actual = simulated(spec, Tiling(*dims, chunk_size=128), **options)
+    assert_small(actual, exact(spec, **options))
+
+
+def test_few_heads_cut_their_sequences_until_a_gpu_is_full():
+    tiling = choose_tiling(256, 512, 65536)
+    assert num_segments(64, tiling, 256) == 1
+    assert num_segments(8, tiling, 256) == 4
+    assert num_segments(1, tiling, 256) == 32
+    assert num_segments(1, tiling, 6) == 2  # a segment is made of whole chunks
+
+
+def test_short_sequences_have_short_chunks():
+    assert [choose_tiling(64, 64, length).chunk_size for length in (1, 128, 129, 8192)] == [128, 128, 256, 256]
+
+
+def test_heads_of_other_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"heads of 64/64.*not 48/96"):
+        choose_tiling(48, 96, 128)
+
+
+@pytest.mark.skipif(hopper_problem() is None, reason="this is a Hopper GPU")
+def test_kernels_that_cannot_run_say_why(key):
+    inputs = [x.astype(jnp.bfloat16) for x in ArgSpec(1, 8, 1, 64, 64).arguments(key)]
+    with pytest.raises(ValueError, match="'mosaic' cannot run here: the kernels for Hopper GPUs need one"):
+        mlstm(*inputs, backend="mosaic")
+    assert choose_backend() == ("chunkwise", f"the chunkwise form in plain JAX, as {hopper_problem()}")
+
+
+def test_kernels_compute_in_bfloat16_only():
+    with pytest.raises(ValueError, match="compute in bfloat16, and this is float32"):
+        resolve_backend("mosaic", jnp.float32)
+
+
+CASES = [(dims, 1000, gates) for dims in HEAD_DIMS for gates in (KEPT, STRONG)]
+CASES += [((256, 512), 4096, gates) for gates in (EASY, KEPT, STRONG, SMALL)] + [((128, 256), 77, KEPT)]
+
+
+@needs_hopper
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("dims", "length", "gates"), CASES)
+def test_errors_are_those_of_plain_xla(dims, length, gates, documents):
+    igate, fgate = gates
+    spec = ArgSpec(2, length, 2, *dims, igate_mean=igate, fgate_mean=fgate)
+    options = {"reset_rate": 0.003 * documents}
+    expected = exact(spec, **options)
+    ours, theirs = (errors(computed(spec, form, **options), expected) for form in ("mosaic", "chunkwise"))
+    for name, pair in ours.items():
+        for what, a, b in zip(("norm", "worst row"), pair, theirs[name], strict=True):
+            # Where plain JAX hardly rounds, both are exact.
+            assert a <= max(1.5 * b, 1e-3), f"{name}, {what}: {a:.5f} beside {b:.5f}"
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("batch_size", "length", "num_heads", "dims"),
+    [(8, 2048, 16, (128, 256)), (4, 2048, 32, (64, 128)), (8, 2048, 8, (256, 512))],
+)
+def test_blocks_that_do_much_work_compute_what_plain_jax_does(batch_size, length, num_heads, dims):
+    spec = ArgSpec(batch_size, length, num_heads, *dims, igate_mean=-3.0, fgate_mean=8.0)
+    assert_small(computed(spec, "mosaic", with_state=False), computed(spec, "chunkwise", with_state=False))
+
+
+@needs_hopper
+def test_two_runs_give_the_same_bits():
+    spec = ArgSpec(2, 1024, 4, 256, 512, igate_mean=-3.0, fgate_mean=8.0)
+    first, second = (computed(spec, "mosaic", reset_rate=0.003) for _ in range(2))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+@needs_hopper
+@pytest.mark.parametrize("length", [1, 100, 300])
+@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
+def test_any_length_and_input_gate(length, input_gate):
+    spec = ArgSpec(2, length, 2, 64, 128, igate_mean=0.0, fgate_mean=6.0)
+    inputs, state, *_ = drawn(spec)
+    run = functools.partial(mlstm, *inputs, state=state, return_state=True, input_gate=input_gate)
+    actual, expected = (jax.jit(functools.partial(run, backend=form))() for form in ("mosaic", "chunkwise"))
+    names = [*OUTPUTS, "stabilizer"]
+    actual, expected = (
+        {name: np.asarray(x, np.float64) for name, x in zip(names, (h, *last), strict=True)}
+        for h, last in (actual, expected)
+    )
+    assert_small(actual, expected)
+
+
+@needs_hopper
+@pytest.mark.parametrize("igate", [-50.0, 0.0, 50.0])
+@pytest.mark.parametrize("fgate", [-50.0, 0.0, 50.0])
+def test_extreme_gates_give_finite_results(igate, fgate):
+    spec = ArgSpec(1, 300, 2, 64, 64, igate_mean=igate, fgate_mean=fgate)
+    assert all(np.isfinite(x).all() for x in computed(spec, "mosaic").values())
+
+
+@needs_hopper
+def test_a_head_full_of_nan_stays_alone():
+    inputs, *_ = drawn(ArgSpec(2, 300, 2, 64, 64, fgate_mean=6.0))
+    clean = mlstm(*inputs, backend="mosaic")
+    poisoned = mlstm(*(x.at[1, :, 1].set(jnp.nan) for x in inputs), backend="mosaic")
+    assert np.isnan(poisoned[1, :, 1]).all()
+    assert np.array_equal(poisoned[0], clean[0])
+    assert np.array_equal(poisoned[1, :, 0], clean[1, :, 0])
+
+
+@needs_hopper
+def test_a_split_sequence_gives_the_result_of_a_whole_one():
+    inputs, *_ = drawn(ArgSpec(2, 1000, 2, 128, 128, igate_mean=0.0, fgate_mean=8.0))
+    run = jax.jit(functools.partial(mlstm, return_state=True, backend="mosaic"))
+    whole, end = run(*inputs)
+    first, middle = run(*(x[:, :444] for x in inputs))
+    second, end_of_second = run(*(x[:, 444:] for x in inputs), state=middle)
+    assert isinstance(end, MLSTMState)
+    joined = {"hidden": np.concatenate([first, second], axis=1), "memory": end_of_second.memory}
+    expected = {"hidden": whole, "memory": end.memory}
+    assert_small(*({name: np.asarray(x, np.float64) for name, x in named.items()} for named in (joined, expected)))

@@ -1,0 +1,30 @@
+"""Whether the kernels for NVIDIA's Hopper GPUs can run here."""
+
+import functools
+
+import jax
+
+NEEDED_JAX = (0, 11)
+HOPPER = "9.0"
+
+
+UNMEASURED = "the kernels for Hopper GPUs, `mosaic`, have to be asked for until they are measured at all sizes"
+
+
+def auto_problem() -> str | None:
+    """Return why `auto` does not take kernels for Hopper GPUs here, or `None` if it does where one fits."""
+    return hopper_problem() or UNMEASURED
+
+
+@functools.cache
+def hopper_problem() -> str | None:
+    """Return why kernels written for Hopper GPUs cannot run here, or `None` where they can."""
+    if jax.default_backend() != "gpu":
+        return f"the kernels for Hopper GPUs need one, and this is a {jax.default_backend().upper()}"
+    if jax.__version_info__ < NEEDED_JAX:
+        return f"the kernels for Hopper GPUs need jax 0.11 or newer, and this is {jax.__version__}"
+    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+    if capability != HOPPER:
+        kind = jax.devices()[0].device_kind
+        return f"the kernels are for Hopper GPUs (compute capability {HOPPER}), and this is a {kind} ({capability})"
+    return None

@@ -1,0 +1,1 @@
+"""The mLSTM in kernels for NVIDIA's Hopper GPUs, in Pallas Mosaic GPU, which takes JAX 0.11 or newer."""

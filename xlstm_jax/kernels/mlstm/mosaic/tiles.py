@@ -1,0 +1,206 @@
+"""What the kernels for Hopper GPUs have in common: layouts, a ring of tiles in shared memory, products, a launch."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xlstm_jax.kernels.mlstm.mosaic.tiling import TILE
+from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
+
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+"""How an operand of a matrix product has to lie in shared memory."""
+MATRIX = plgpu.Layout.WGMMA
+"""Where the numbers of an accumulator are among the threads of a warpgroup."""
+ROW = plgpu.Layout.WGMMA.reduce(1)
+"""One number for each row of an accumulator."""
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+"""One number for each column of an accumulator."""
+
+COMPUTING_REGISTERS, MOVING_REGISTERS = 240, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slots of shared memory that one warpgroup fills and the computing ones empty, in one order.
+
+    Tiles are counted from the start of a block, and the n-th tile is in slot `n % slots`. Every computing warpgroup
+    takes every tile, also those that it does not need: barriers count arrivals.
+    """
+
+    slots: int
+    full: Any
+    empty: Any
+
+    def slot(self, n: Any) -> jax.Array:
+        """Return the slot of a tile."""
+        return lax.rem(jnp.int32(n), jnp.int32(self.slots))
+
+    def fill(self, n: Any, *copies: tuple[Any, Any]) -> None:
+        """Copy what belongs to a tile from device memory, each part to its view's slot, once the slot is free."""
+        slot = self.slot(n)
+
+        @pl.when(n >= self.slots)
+        def _() -> None:
+            plgpu.barrier_wait(self.empty.at[slot])
+
+        for source, view in copies:
+            plgpu.copy_gmem_to_smem(source, view.at[slot], self.full.at[slot])
+
+    def take(self, n: Any) -> jax.Array:
+        """Wait until a tile is there, and return its slot."""
+        slot = self.slot(n)
+        plgpu.barrier_wait(self.full.at[slot])
+        return slot
+
+    def give_back(self, n: Any) -> None:
+        """Say that this warpgroup does not need a tile any longer."""
+        plgpu.barrier_arrive(self.empty.at[self.slot(n)])
+
+    def drain(self, count: Any) -> None:
+        """Wait until all `count` tiles were given back, as the simulation of a GPU insists on."""
+        for offset in range(self.slots):
+
+            @pl.when(offset < count)
+            def _(slot: Any = offset) -> None:
+                plgpu.barrier_wait(self.empty.at[slot])
+
+
+def ring_barriers(slots: int, num_warpgroups: int, copies: int = 1) -> dict[str, Any]:
+    """Return the barriers of a ring whose tiles consist of some copies each."""
+    return {
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
+        "empty": plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=slots),
+    }
+
+
+def add_products(
+    accumulators: Sequence[jax.Array], left: jax.Array, right: Sequence[Any], interpret: Any
+) -> tuple[jax.Array, ...]:
+    """Add to each accumulator the product of a matrix in registers and one in shared memory.
+
+    The simulation has no such product, and computes it in another way.
+    """
+    if interpret:
+        added = (jnp.dot(left.astype(jnp.float32), x[...].astype(jnp.float32)) for x in right)
+        return tuple(a + x for a, x in zip(accumulators, added, strict=True))
+
+    def multiply(refs: Sequence[Any]) -> None:
+        for ref, x in zip(refs, right, strict=True):
+            plgpu.wgmma(ref, left, x)
+
+    return tuple(pl.run_state(multiply)(tuple(plgpu.ACC.init(a) for a in accumulators)))
+
+
+def product(left: Any, right: Any, width: int) -> jax.Array:
+    """Compute the product of `TILE` rows and `width` columns of two matrices in shared memory."""
+
+    def multiply(accumulator: Any) -> jax.Array:
+        plgpu.wgmma(accumulator, left, right)
+        return accumulator[...]  # which waits for it
+
+    return pl.run_scoped(multiply, plgpu.ACC((TILE, width), jnp.float32))
+
+
+def by_row(x: jax.Array, width: int) -> jax.Array:
+    """Repeat a number for each row over the columns."""
+    return lax.broadcast_in_dim(x, (TILE, width), [0])
+
+
+def by_column(x: jax.Array) -> jax.Array:
+    """Repeat a number for each column over the rows."""
+    return lax.broadcast_in_dim(x, (TILE, x.shape[0]), [1])
+
+
+def load_row(ref: Any) -> jax.Array:
+    """Load a number for each row of an accumulator from device memory."""
+    return plgpu.load(ref, layout=ROW, optimized=False)
+
+
+def load_column(ref: Any) -> jax.Array:
+    """Load a number for each column of an accumulator from shared memory, repeated over the rows."""
+    return by_column(plgpu.load(ref, layout=COLUMN))
+
+
+def masked(x: jax.Array, *, diagonal: bool, later: bool, documents: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    """Set to zero what lies on the far side of the diagonal and between documents.
+
+    Args:
+        x: Numbers between `TILE` rows and as many columns; what is dropped may be infinite.
+        diagonal: Whether rows and columns are the same positions.
+        later: Whether a row sees columns after it, not before it.
+        documents: The documents of rows and columns, if there are several.
+    """
+    seen = None
+    if diagonal:
+        row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=MATRIX)
+        column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=MATRIX)
+        seen = column >= row if later else row >= column
+    if documents is not None:
+        same = by_row(documents[0], TILE) == documents[1]
+        seen = same if seen is None else seen & same
+    return x if seen is None else jnp.where(seen, x, 0.0)
+
+
+def launch(
+    body: Callable[[types.SimpleNamespace], None],
+    *,
+    inputs: Mapping[str, jax.Array | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+    scratch: Mapping[str, Any],
+    grid: Mapping[str, int],
+    num_warpgroups: int,
+    interpret: Any,
+) -> dict[str, jax.Array]:
+    """Run a kernel whose body finds its references by name. What is `None` is left out.
+
+    Args:
+        body: The kernel.
+        inputs: Its arrays.
+        outputs: What it computes.
+        scratch: Shared memory and barriers of a block.
+        grid: The axes over blocks, the fastest last.
+        num_warpgroups: Warpgroups of a block; the axis over them is `warpgroup`.
+        interpret: How to simulate a GPU on a CPU, or `None` to run on one.
+    """
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    outputs = {name: x for name, x in outputs.items() if x is not None}
+    names = [*inputs, *outputs, *scratch]
+
+    def kernel(*refs: Any) -> None:
+        body(types.SimpleNamespace(**dict(zip(names, refs, strict=True))))
+
+    kernel.__name__ = body.__name__
+    results = plgpu.kernel(
+        kernel,
+        out_type=list(outputs.values()),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=num_warpgroups,
+        thread_name="warpgroup",
+        scratch_types=list(scratch.values()),
+        # No region of shared memory is both read and written by ordinary loads and stores of one warpgroup. Sums over
+        # rows stay within the threads that hold them, so they need no scratch memory.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+    )(*inputs.values())
+    return dict(zip(outputs, results, strict=True))
+
+
+def cooperate(num_warpgroups: int, *, compute: Callable[[Any], None], move: Callable[[], None]) -> None:
+    """Give the computing warpgroups most registers and their work, and the last one that of moving data."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < num_warpgroups)
+    def _() -> None:
+        plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
+        compute(warpgroup)
+
+    @pl.when(warpgroup == num_warpgroups)
+    def _() -> None:
+        plgpu.set_max_registers(MOVING_REGISTERS, action="decrease")
+        move()

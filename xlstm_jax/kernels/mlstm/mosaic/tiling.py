@@ -1,0 +1,109 @@
+"""How the kernels for Hopper GPUs cut an mLSTM into tiles: plain numbers, known before anything runs."""
+
+import dataclasses
+
+TILE = 64
+"""Positions of a tile; also the rows of a matrix product of one warpgroup."""
+ROWS = 2 * TILE
+"""Positions whose outputs one block computes, half of them by each of its two computing warpgroups."""
+MAX_WIDTH = 256
+"""Columns of the widest accumulator that a warpgroup can hold."""
+NUM_SMS = 132
+"""Multiprocessors of an H100 or H200, each of which holds one block at a time."""
+SHARED_NUMBERS = 108 * 1024
+"""Numbers of two bytes that the tiles of a block may take of its shared memory; the rest is for vectors."""
+HEAD_DIMS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))
+"""The sizes of queries and keys, and of values, that there are kernels for."""
+CHUNK_SIZES = (128, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTiling:
+    """Which part of a memory one block keeps in registers while it walks over the positions."""
+
+    num_warpgroups: int
+    """The warpgroups that compute; one more moves data."""
+    rows: int
+    """Rows of the memory of a block."""
+    columns: int
+    """Columns of the memory of a block."""
+    slots: int
+    """Tiles of keys and values that are in flight or in use."""
+
+    @property
+    def splits_columns(self) -> bool:
+        """Whether the warpgroups share the columns, as there are not enough rows for all."""
+        return self.rows < TILE * self.num_warpgroups
+
+    @property
+    def width(self) -> int:
+        """Columns of a warpgroup, which has `TILE` rows."""
+        return self.columns // self.num_warpgroups if self.splits_columns else self.columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The tiles of one shape."""
+
+    qk_dim: int
+    v_dim: int
+    chunk_size: int
+
+    @property
+    def blocks_stay(self) -> bool:
+        """Whether blocks that compute outputs do one piece of work after the other. Wide heads leave no registers."""
+        return self.qk_dim < MAX_WIDTH
+
+    @property
+    def states(self) -> StateTiling:
+        """The tiles of the passes that compute memories."""
+        rows, columns = min(self.qk_dim, ROWS), min(self.v_dim, MAX_WIDTH)
+        num_warpgroups = 1 if (self.qk_dim, self.v_dim) == (64, 64) else 2
+        slots = (SHARED_NUMBERS - rows * columns) // (TILE * (rows + columns))
+        return StateTiling(num_warpgroups, rows, columns, min(slots, 6))
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of `qk_dim` columns that the outputs of a block have."""
+        return min(self.v_dim, MAX_WIDTH) // self.qk_dim
+
+    @property
+    def output_slots(self) -> int:
+        """Tiles of `TILE` times `qk_dim` numbers that are in flight or in use beside resident queries."""
+        return {256: 4, 128: 8, 64: 12}[self.qk_dim]
+
+    @property
+    def pair_slots(self) -> int:
+        """Tiles of `TILE` times `qk_dim` numbers that are in flight or in use beside resident values."""
+        return {256: 3, 128: 8, 64: 12}[self.qk_dim]
+
+
+def choose_tiling(qk_dim: int, v_dim: int, length: int) -> Tiling:
+    """Return the tiles for heads of these sizes and sequences of this length."""
+    if problem := tiling_problem(qk_dim, v_dim):
+        raise ValueError(f"{problem[0].upper()}{problem[1:]}.")
+    return Tiling(qk_dim, v_dim, min(CHUNK_SIZES[-1], max(CHUNK_SIZES[0], -(-length // ROWS) * ROWS)))
+
+
+def tiling_problem(qk_dim: int, v_dim: int) -> str | None:
+    """Return why there is no kernel for heads of these sizes, or `None` if there is one."""
+    if (qk_dim, v_dim) in HEAD_DIMS:
+        return None
+    known = ", ".join(f"{k}/{v}" for k, v in HEAD_DIMS)
+    return f"the kernels for Hopper GPUs have heads of {known} (queries and keys/values), not {qk_dim}/{v_dim}"
+
+
+def num_segments(num_heads: int, tiling: Tiling, num_chunks: int) -> int:
+    """Return how many parts of a sequence should have their memories computed side by side to fill a GPU.
+
+    Args:
+        num_heads: Heads of all sequences of a batch.
+        tiling: The tiles.
+        num_chunks: Chunks of a sequence.
+    """
+    states = tiling.states
+    blocks = num_heads * (tiling.qk_dim // states.rows) * (tiling.v_dim // states.columns)
+    segments = 1
+    while blocks * segments * 2 <= NUM_SMS and num_chunks % (segments * 2) == 0:
+        segments *= 2
+    return segments

@@ -1,0 +1,194 @@
+"""What the sLSTM's kernels share: where the recurrent kernel lies on chip, and how warpgroups exchange values.
+
+Grid        (heads, groups of 8 rows of the batch). A head of `64 w` units is one block of `w` warpgroups; each owns 64
+            units, their four gates and their memory, so that a cell is computed without any exchange.
+Products    [64 units, 8 rows] = recurrent tiles [64, 64], in registers or shared memory, times what the warpgroups hand
+            to each other in shared memory at one barrier a step. Rows are the narrow side, as a recurrence waits for
+            the latency of its products and not for their throughput.
+Tiles       stay on chip for the whole sequence. In registers they cost nothing to read; those of 192 units do not fit,
+            so half of them are in shared memory, and each product takes turns between both.
+Interpreter it has no products with an operand in registers: there all tiles are in shared memory.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
+from xlstm_jax.kernels.slstm.mosaic.limits import ROWS
+
+UNITS = 64
+"""Units of a warpgroup: the height of a tensor-core product."""
+INPUT, FORGET, CELL, OUTPUT = range(4)
+TILE_ORDER = (FORGET, OUTPUT, INPUT, CELL)
+"""The gates in the order of their recurrent tiles: the first ones are in shared memory."""
+
+WGMMA = plgpu.Layout.WGMMA
+ALONG_UNITS = plgpu.Layout.WGMMA_TRANSPOSED
+"""As `WGMMA`, but a thread has neighbouring units, not rows: so it reads and writes arrays whose last axis is units."""
+OF_ROW = plgpu.Layout.WGMMA.reduce(0)
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a kernel is laid out on a multiprocessor."""
+
+    head_dim: int
+    num_tiles_in_smem: int
+    """Of the recurrent tiles of a warpgroup; the others are in registers."""
+    fetches_early: bool
+    """Whether inputs are asked for a whole step ahead, which takes registers; else during the product before."""
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Return the number of warpgroups, which is also that of the blocks of 64 along the head."""
+        return self.head_dim // UNITS
+
+    def tile(self, gate: int, block: int) -> int:
+        """Return where the tile of a gate and a block of 64 inputs of the product is."""
+        return TILE_ORDER.index(gate) * self.num_warpgroups + block
+
+
+def tiling_of(head_dim: int, interpret: Any = None) -> Tiling:
+    """Return the layout for a head of this size."""
+    is_large = head_dim == 192
+    num_tiles = 4 * head_dim // UNITS if interpret else 6 * is_large
+    return Tiling(head_dim, num_tiles, fetches_early=not is_large)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a call needs beside the plain recurrence."""
+
+    has_resets: bool
+    has_mask: bool
+    saves: bool
+    interpret: Any = None
+
+
+class Block:
+    """What both kernels do alike: the tiles of this block, the exchange between its warpgroups, loads and stores."""
+
+    def __init__(
+        self, tiling: Tiling, options: Options, tiles_ref: Any, flags_ref: Any, tiles_smem: Any, barriers: list
+    ):
+        self.tiling, self.options = tiling, options
+        self.head, self.group = lax.axis_index("head"), lax.axis_index("group")
+        self.warpgroup = lax.axis_index("warpgroup") if tiling.num_warpgroups > 1 else 0
+        self.units = pl.ds(self.warpgroup * UNITS, UNITS)
+        self.rows = pl.ds(self.group * ROWS, ROWS)
+        self.flags_ref, self.tiles_smem = flags_ref, tiles_smem
+        self.arrived, self.handed_over = barriers
+        self._load_tiles(tiles_ref)
+
+    def _load_tiles(self, tiles_ref):
+        in_smem, num_tiles = self.tiling.num_tiles_in_smem, 4 * self.tiling.num_warpgroups
+        mine = tiles_ref.at[self.head, self.warpgroup]
+        if in_smem:
+            arrived = self.arrived.at[self.warpgroup]
+            plgpu.copy_gmem_to_smem(mine.at[pl.ds(0, in_smem)], self.tiles_smem.at[self.warpgroup], arrived)
+        self.tiles = {
+            tile: plgpu.load(mine.at[tile], layout=WGMMA, optimized=False) for tile in range(in_smem, num_tiles)
+        }
+        if in_smem:
+            plgpu.barrier_wait(self.arrived.at[self.warpgroup])
+
+    def multiply(self, accumulator: Any, gate: int, block: int, exchanged: Any) -> None:
+        """Start to add the product of a recurrent tile with 64 exchanged values of each row."""
+        tile = self.tiling.tile(gate, block)
+        tile = self.tiles[tile] if tile in self.tiles else self.tiles_smem.at[self.warpgroup, tile]
+        plgpu.wgmma(accumulator, tile, exchanged.transpose((1, 0)))
+
+    def publish(self) -> None:
+        """Let all warpgroups see what this one has written to the exchange."""
+        plgpu.commit_smem()
+        if self.tiling.num_warpgroups > 1:
+            plgpu.barrier_arrive(self.handed_over)
+
+    def await_others(self) -> None:
+        """Wait until all warpgroups have published."""
+        if self.tiling.num_warpgroups > 1:
+            plgpu.barrier_wait(self.handed_over)
+
+    def load(self, ref: Any, *index: Any) -> jax.Array:
+        """Ask for `[units, rows]` of `ref[rows, *index, head, units]`; `by_row` turns them, once they are there."""
+        mine = ref.at[self.rows, *index, self.head, self.units].transpose((1, 0))
+        return plgpu.load(mine, layout=ALONG_UNITS, optimized=False)
+
+    def store(self, ref: Any, *index: Any, value: jax.Array) -> None:
+        """Write `[units, rows]` to `ref[rows, *index, head, units]`."""
+        mine = ref.at[self.rows, *index, self.head, self.units].transpose((1, 0))
+        _store(mine, plgpu.layout_cast(value.astype(ref.dtype), ALONG_UNITS))
+
+    def flags(self, position: Any) -> tuple[jax.Array, ...]:
+        """Load what is said of each row at a position: whether it begins, and whether it counts."""
+        used = (self.options.has_resets, self.options.has_mask)
+        refs = [self.flags_ref.at[position, self.group, i] for i, is_used in enumerate(used) if is_used]
+        return tuple(plgpu.load(ref, layout=OF_ROW, optimized=False) for ref in refs)
+
+    def select(self, flags: tuple[jax.Array, ...]) -> tuple[Callable, Callable]:
+        """Return `unless_begins(x)` and `if_counts(x, other)`."""
+        spread = [lax.broadcast_in_dim(flag, (UNITS, ROWS), [1]) > 0.5 for flag in flags]
+        begins = spread[0] if self.options.has_resets else None
+        counts = spread[-1] if self.options.has_mask else None
+
+        def unless_begins(x):
+            return x if begins is None else jnp.where(begins, 0.0, x)
+
+        def if_counts(x, other):
+            return x if counts is None else jnp.where(counts, x, other)
+
+        return unless_begins, if_counts
+
+
+def by_row(x: jax.Array) -> jax.Array:
+    """Turn what `load` has given into the float32 numbers and the layout of an accumulator."""
+    return plgpu.layout_cast(x, WGMMA).astype(jnp.float32)
+
+
+def _store(ref, value: jax.Array):
+    if hasattr(plgpu, "store"):  # From jax 0.12 on, a plain store insists on whole sectors of 32 bytes.
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def reciprocal(x: jax.Array) -> jax.Array:
+    """Compute `1/x` of positive numbers, infinity included, without the slow path of a rounded division."""
+    return lax.square(lax.rsqrt(x))
+
+
+def split_lead(lead: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute the stabilised input and forget gates from the difference of their logarithms: the larger is 1."""
+    less = jnp.exp(-jnp.abs(lead))
+    return jnp.where(lead > 0, 1.0, less), jnp.where(lead > 0, less, 1.0)
+
+
+def launch(
+    body: Callable[..., None], tiling: Tiling, options: Options, outputs: list, num_exchanged: int, arguments: tuple
+) -> list[jax.Array]:
+    """Run a kernel for all heads and groups of rows; `num_exchanged` tiles of values are handed over at each step."""
+    num_heads, num_groups = arguments[0].shape[0], outputs[0].shape[0] // ROWS
+    w, in_smem = tiling.num_warpgroups, tiling.num_tiles_in_smem
+    return plgpu.kernel(
+        body,
+        out_type=outputs,
+        grid=(num_heads, num_groups),
+        grid_names=("head", "group"),
+        num_threads=w,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((w, max(in_smem, 1), UNITS, UNITS), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((2, num_exchanged, ROWS, UNITS), jnp.bfloat16, transforms=TILED),
+            plgpu.Barrier(num_barriers=w),
+            plgpu.Barrier(num_arrivals=w),
+        ],
+        # What a warpgroup writes to shared memory is read by tensor cores alone, after `publish`.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        interpret=options.interpret,
+    )(*arguments)

@@ -1,0 +1,31 @@
+"""What the sLSTM's kernels for Hopper GPUs can compute; this module takes no newer JAX than the rest."""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from xlstm_jax.kernels.hopper import hopper_problem
+
+HEAD_DIMS = (64, 128, 192)
+ROWS = 8
+"""Sequences in a block: the least width of a tensor-core product."""
+SAVED = 6
+"""Kept of each position: the lead of the input gate, sigmoid(-f), z, o, and cell and normaliser as it found them."""
+MAX_CELLS = 2**31 // SAVED
+"""Places in memory are counted in 32 bits."""
+
+
+def mosaic_problem(head_dim: int, recurrent_dtype: DTypeLike, state_dtype: DTypeLike, num_cells: int) -> str | None:
+    """Return why the kernels cannot compute this here, or `None` if they can; arguments as of `choose_backend`."""
+    if problem := hopper_problem():
+        return problem
+    if jnp.dtype(recurrent_dtype) != jnp.bfloat16:
+        given = jnp.dtype(recurrent_dtype).name
+        return f"the kernel for Hopper GPUs multiplies in bfloat16, and the recurrent kernel is in {given}"
+    if jnp.dtype(state_dtype) != jnp.float32:
+        given = jnp.dtype(state_dtype).name
+        return f"the kernel for Hopper GPUs keeps its memory in float32, and these gates need {given}"
+    if head_dim not in HEAD_DIMS:
+        return f"the kernel for Hopper GPUs is for heads of 64, 128 or 192 units, and these have {head_dim}"
+    if num_cells > MAX_CELLS:
+        return f"the kernel for Hopper GPUs takes at most {MAX_CELLS:,} cells, and these are {num_cells:,}"
+    return None
