@@ -97,6 +97,15 @@ def test_greedy_tokens_are_those_of_the_full_pass(name, masked):
     assert np.all(is_valid)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_token_is_prefix_enough(masked):
+    prefix = PREFIXES[:, :1]
+    mask = np.zeros(prefix.shape, bool) if masked else None
+    tokens, is_valid = run("mlstm", prefix, mask)
+    np.testing.assert_array_equal(tokens, expected_tokens("mlstm", prefix, np.ones(prefix.shape, bool))[0])
+    assert np.all(is_valid)
+
+
 def test_a_sequence_ends_after_a_generated_end_of_document():
     mask = np.ones(PREFIXES.shape, bool)
     unbounded, _ = expected_tokens("mlstm", PREFIXES, mask)

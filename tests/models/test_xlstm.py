@@ -63,6 +63,12 @@ def test_prefill_and_decoding_give_the_logits_of_the_full_pass(kind):
     assert_close(jnp.concatenate(steps, axis=1), apply(variables, TOKENS))
 
 
+def test_the_last_logits_alone_are_those_of_the_full_pass():
+    model, variables, apply = ready("mlstm")
+    last = jax.jit(functools.partial(model.apply, last_only=True))(variables, TOKENS)
+    assert_close(last, apply(variables, TOKENS)[:, -1:])
+
+
 @of_kinds
 def test_packed_documents_give_the_logits_of_separate_ones(kind):
     _, variables, apply = ready(kind)

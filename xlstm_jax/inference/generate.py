@@ -65,18 +65,28 @@ def generate(
     behind = ((0, 0), (0, max_length - prefix_length))
     prefix = jnp.pad(prefix_tokens, behind)
     is_given = jnp.pad(jnp.ones(prefix_tokens.shape, bool) if prefix_mask is None else prefix_mask, behind)
+    is_given = is_given.at[:, 0].set(True)
 
-    def begin(length: int) -> _Progress:
-        logits, after = advance(prefix_tokens[:, :length], state)
+    def after_prefix(length: int, logits: jax.Array, state: PyTree) -> _Progress:
         taken = jnp.arange(max_length) < length
         return _Progress(
             position=jnp.asarray(length),
-            logits=logits[:, -1],
-            state=after,
+            logits=logits,
+            state=state,
             tokens=jnp.where(taken, prefix, 0),
             is_valid=jnp.broadcast_to(taken, prefix.shape),
             has_ended=jnp.zeros(batch_size, bool),
         )
+
+    def begin() -> _Progress:
+        """Take the whole prefix at once."""
+        logits, after = advance(prefix_tokens, state)
+        return after_prefix(prefix_length, logits[:, -1], after)
+
+    def begin_empty() -> _Progress:
+        """Leave the prefix to the loop: as the first token is given, nothing is chosen from these logits."""
+        logits, _ = jax.eval_shape(advance, prefix_tokens[:, :1], state)
+        return after_prefix(0, jnp.zeros((batch_size, logits.shape[-1]), logits.dtype), state)
 
     def goes_on(progress: _Progress) -> jax.Array:
         is_left = progress.position < max_length
@@ -98,14 +108,14 @@ def generate(
             has_ended=progress.has_ended | ends,
         )
 
-    first = begin(prefix_length) if prefix_mask is None else _begin_with_mask(begin, prefix_mask, axis_names)
+    if prefix_length == 1:
+        first: Any = begin_empty()  # The loop compiles the model for one token anyway.
+    elif prefix_mask is None:
+        first = begin()
+    else:
+        first = lax.cond(_on_all_devices(prefix_mask, axis_names), begin, begin_empty)
     last = lax.while_loop(goes_on, choose, first)
     return last.tokens, last.is_valid
-
-
-def _begin_with_mask(begin: Callable[[int], _Progress], mask: jax.Array, axis_names: Sequence[str]) -> Any:
-    """Take the whole prefix at once if all of it is given, else the first token."""
-    return lax.cond(_on_all_devices(mask, axis_names), lambda: begin(mask.shape[1]), lambda: begin(1))
 
 
 def _on_all_devices(condition: jax.Array, axis_names: Sequence[str]) -> jax.Array:

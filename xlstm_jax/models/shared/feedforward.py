@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from xlstm_jax.distributed.dense import ColumnDense, RowDense
+from xlstm_jax.distributed.dense import RowDense
+from xlstm_jax.models.shared.projections import project
 
 
 class GatedFeedForward(nn.Module):
@@ -42,8 +43,8 @@ class GatedFeedForward(nn.Module):
             "dtype": self.dtype,
             "param_dtype": self.param_dtype,
         }
-        gate = ColumnDense(self.hidden_dim, kernel_init=self.up_init, name="gate", **common)(x)
-        up = ColumnDense(self.hidden_dim, kernel_init=self.up_init, name="up", **common)(x)
+        wide = {"features": self.hidden_dim, "kernel_init": self.up_init}
+        gate, up = project(self, x, {"gate": wide, "up": wide}, **common)
         return RowDense(x.shape[-1], kernel_init=self.down_init, name="down", **common)(self.activation(gate) * up)
 
 

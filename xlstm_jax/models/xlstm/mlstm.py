@@ -8,10 +8,11 @@ import numpy as np
 from flax import linen as nn
 
 from xlstm_jax.distributed.array_utils import axis_size
-from xlstm_jax.distributed.dense import ColumnDense, RowDense
+from xlstm_jax.distributed.dense import RowDense
 from xlstm_jax.kernels.mlstm import MLSTMState, empty_state, mlstm, mlstm_step
 from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import MultiHeadNorm, standardize
+from xlstm_jax.models.shared.projections import project
 from xlstm_jax.models.shared.stack import Context
 from xlstm_jax.models.shared.statistics import sow_gates, sow_mean, sow_spread
 from xlstm_jax.models.shared.utils import soft_cap_logits
@@ -32,15 +33,14 @@ class MLSTMLayer(nn.Module):
         """Return the outputs and the state after the last position."""
         config = self.config
         num_heads = config.num_heads // axis_size(config.parallel.model_axis_name)
-        init = small_init(config.embedding_dim)
-        q, k, v = (
-            self._project(name, size, init)(x).reshape(*x.shape[:-1], num_heads, -1)
-            for name, size in (("q", config.qk_dim), ("k", config.qk_dim), ("v", config.v_dim))
-        )
+        *heads, output_gate = project(self, x, self._projections(), **common_arguments(config))
+        q, k, v = (part.reshape(*x.shape[:-1], num_heads, -1) for part in heads)
         if config.qk_norm:
             q, k = standardize(q, config.norm_eps), standardize(k, config.norm_eps)
-        output_gate = nn.sigmoid(self._project("ogate", config.v_dim, nn.initializers.zeros)(x))
-        igate, fgate = (self._gate(name, x) for name in ("igate", "fgate"))
+        output_gate = nn.sigmoid(output_gate)
+        gate_arguments = common_arguments(config) | {"use_bias": True, "dtype": jnp.dtype(config.gate_dtype)}
+        gates = project(self, x, self._gates(), **gate_arguments)
+        igate, fgate = (soft_cap_logits(gate, config.gate_soft_cap) for gate in gates)
         hidden, state = run_cell(config, q, k, v, igate, fgate, state, context)
         normed = MultiHeadNorm(
             config.parallel.model_axis_name, config.norm_eps, jnp.dtype(config.param_dtype), name="multihead_norm"
@@ -56,24 +56,32 @@ class MLSTMLayer(nn.Module):
         )
         return out(gated), state
 
-    def _project(self, name: str, features: int, init: nn.initializers.Initializer) -> ColumnDense:
-        return ColumnDense(features, kernel_init=init, name=name, **common_arguments(self.config))
-
-    def _gate(self, name: str, x: jax.Array) -> jax.Array:
-        """Compute the pre-activations of a gate, one for each head."""
+    def _projections(self) -> dict[str, dict[str, Any]]:
+        """Return the layers that see the input."""
         config = self.config
-        bias = {
+        init = small_init(config.embedding_dim)
+        return {
+            "q": {"features": config.qk_dim, "kernel_init": init},
+            "k": {"features": config.qk_dim, "kernel_init": init},
+            "v": {"features": config.v_dim, "kernel_init": init},
+            "ogate": {"features": config.v_dim, "kernel_init": nn.initializers.zeros},
+        }
+
+    def _gates(self) -> dict[str, dict[str, Any]]:
+        """Return the layers of the pre-activations of the gates, one for each head."""
+        config = self.config
+        biases = {
             "igate": np.full(config.num_heads, config.input_gate_bias_init),
             "fgate": np.linspace(3.0, 6.0, config.num_heads),
-        }[name]
-        dense = ColumnDense(
-            config.num_heads,
-            kernel_init=nn.initializers.zeros,
-            bias_init=lambda _key, _shape, dtype: jnp.asarray(bias, dtype),
-            name=name,
-            **(common_arguments(config) | {"use_bias": True, "dtype": jnp.dtype(config.gate_dtype)}),
-        )
-        return soft_cap_logits(dense(x), config.gate_soft_cap)
+        }
+        return {
+            name: {
+                "features": config.num_heads,
+                "kernel_init": nn.initializers.zeros,
+                "bias_init": lambda _key, _shape, dtype, bias=bias: jnp.asarray(bias, dtype),
+            }
+            for name, bias in biases.items()
+        }
 
 
 def sow_cell(
@@ -107,7 +115,9 @@ def run_cell(
     """Run the mLSTM cell: one step for one token, a form for sequences otherwise."""
     if state is not None and q.shape[1] == 1 and context.document_borders is None:
         token = [x[:, 0] for x in (q, k, v, igate, fgate)]
-        hidden, last = mlstm_step(*token, state=state, input_gate=config.input_gate, eps=config.cell_eps)
+        hidden, last = mlstm_step(
+            *token, state=state, backend=config.mlstm_backend, input_gate=config.input_gate, eps=config.cell_eps
+        )
         return hidden[:, None], last
     result: Any = mlstm(
         q,

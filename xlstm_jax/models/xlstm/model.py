@@ -37,6 +37,7 @@ class XLSTM(nn.Module):
         state: PyTree | None = None,
         return_state: bool = False,
         targets: jax.Array | None = None,
+        last_only: bool = False,
     ) -> Any:
         """Run sequences of tokens through the model.
 
@@ -48,6 +49,7 @@ class XLSTM(nn.Module):
             state: The state before the first token; empty by default.
             return_state: Whether to return the state after the last token too.
             targets: The target of each position.
+            last_only: Whether to compute the logits of the last position alone, which is all that generation needs.
 
         Returns:
             The logits `[batch, length, vocab]` in float32. With `targets`, for each position the loss of its target and
@@ -73,7 +75,7 @@ class XLSTM(nn.Module):
         )
         x, states = stack(x, states, Context(document_borders, pos_idx, train))
         head = create_lm_head(config, functools.partial(create_norm, config, config.norm))
-        result = head(x, targets, embedding if config.tie_weights else None)
+        result = head(x[:, -1:] if last_only else x, targets, embedding if config.tie_weights else None)
         return (result, states) if return_state else result
 
     def init_state(self, batch_size: int) -> PyTree:

@@ -1,0 +1,50 @@
+"""A model laid out for decoding is the same model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from models.runs import shaken, tokens
+from tolerances import assert_close
+
+from xlstm_jax.inference.decoding import for_decoding
+from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
+from xlstm_jax.utils.pytree_utils import flatten_dict
+
+BASE = XLSTMConfig(vocab_size=24, embedding_dim=16, num_heads=2, num_blocks=4, chunk_size=8)
+CONFIGS = {
+    "mlstm": BASE,
+    "written out, with biases": dataclasses.replace(BASE, scan_blocks=False, use_bias=True),
+    "paper": dataclasses.replace(BASE, block_kinds="xLSTM[1:1]"),
+}
+TOKENS, _ = tokens(24, rows=2, length=5)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_model_for_decoding_computes_what_the_model_does(config):
+    model = XLSTM(config)
+    params = shaken(jax.jit(model.init)(jax.random.key(0), TOKENS[:, :2])["params"])
+    other, other_params = for_decoding(model, params)
+    expected = jax.jit(model.apply)({"params": params}, TOKENS)
+    state, steps = jax.jit(lambda: other.apply({}, 2, method="init_state"))(), []
+    advance = jax.jit(lambda token, state: other.apply({"params": other_params}, token, state=state, return_state=True))
+    for position in range(TOKENS.shape[1]):
+        logits, state = advance(TOKENS[:, position : position + 1], state)
+        steps.append(logits)
+    assert_close(jnp.concatenate(steps, axis=1), expected)
+
+
+def test_blocks_lie_apart_and_layers_that_share_an_input_together():
+    model = XLSTM(BASE)
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :2])["params"]
+    laid_out = flatten_dict(jax.eval_shape(lambda: for_decoding(model, jax.tree.map(jnp.zeros_like, params))[1]))
+    kernels = {name: x.shape for name, x in laid_out.items() if name.startswith("block_stack.block_3.")}
+    assert {name.removeprefix("block_stack.block_3.") for name in kernels if name.endswith("kernel")} == {
+        "mlstm.q+k+v+ogate.kernel",
+        "mlstm.igate+fgate.kernel",
+        "mlstm.out.kernel",
+        "ffn.gate+up.kernel",
+        "ffn.down.kernel",
+    }
+    assert kernels["block_stack.block_3.mlstm.q+k+v+ogate.kernel"] == (16, 8 + 8 + 16 + 16)
