@@ -1,13 +1,22 @@
 """Eight simulated devices, checked shapes, and one compilation cache for the whole run."""
 
 import atexit
+import gc
+import importlib.metadata
 import logging
 import os
 import shutil
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"])
+# Most of a run goes into compiling programs that then run for milliseconds. Flags from outside come later, and count.
+QUICK = ["--xla_backend_optimization_level=1"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # Newer ones have no other emitters, and not this flag.
+    QUICK.append("--xla_cpu_use_fusion_emitters=false")
+DEVICES = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join([*QUICK, os.environ.get("XLA_FLAGS", ""), DEVICES])
+# Traces are millions of objects that live on: to look through them takes a tenth of a run.
+gc.set_threshold(50_000, 20, 100)
 # Devices wait for each other in threads; with few of them, jaxlib 0.10 lets all threads wait at once.
 os.environ["PJRT_NPROC"] = "64"
 

@@ -2,9 +2,10 @@
 
 The lines of all blocks marked `bash` of a page are one script, which runs in a folder with nothing but the examples.
 `xlstm-jax` is the real command; what it trains is made small by overrides that come last, and `make demo` is what the
-Makefile makes of it.
+Makefile makes of it; where the next line says that too, it is typed once.
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -45,21 +46,20 @@ exec {shlex.quote(sys.executable)} "$@" $small
 """
 
 
+DEMO = re.search(r"^demo:.*\n\t@\$\(BIN\)/(.*\n)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
 def commands(page: Path) -> str:
-    return "".join(BLOCK.findall(page.read_text(encoding="utf-8")))
+    assert DEMO, "the Makefile has no command for the demo"
+    script = "".join(BLOCK.findall(page.read_text(encoding="utf-8"))).replace("make demo\n", DEMO[1])
+    return "".join(line for line, _ in itertools.groupby(script.splitlines(keepends=True)))
 
 
 def run(script: str, folder: Path) -> subprocess.CompletedProcess:
     programs = folder.parent / f"{folder.name}-bin"
     programs.mkdir()
     (folder / "examples").symlink_to(ROOT / "examples")
-    demo = re.search(r"^demo:.*\n\t@\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert demo, "the Makefile has no command for the demo"
-    for name, content in {
-        "xlstm-jax": SHIM,
-        "python": PYTHON,
-        "make": f'#!/bin/sh\n[ "$1" = demo ] && exec {demo[1]}\n[ "$1" = test ]\n',
-    }.items():
+    for name, content in {"xlstm-jax": SHIM, "python": PYTHON}.items():
         (programs / name).write_text(content)
         (programs / name).chmod(0o755)
     environment = {

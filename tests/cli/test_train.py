@@ -1,8 +1,10 @@
 """Runs from the command line: composed, trained, stopped, resumed, sampled from, swept over and submitted."""
 
+import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,16 +42,32 @@ TINY = (
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(TESTS.parent)}
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    """An empty folder with a text, to run commands in."""
+def write_poem(folder: Path) -> None:
     lines = [
         f"On day {day} the ship of {day * 7 % 13} sails had {day * 31 % 17} stars above it.\n" for day in range(150)
     ]
-    (tmp_path / "poem.txt").write_text("".join(lines))
+    (folder / "poem.txt").write_text("".join(lines))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty folder with a text, to run commands in."""
+    write_poem(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, str]:
+    """A folder in which a run was trained, and what was shown; a test that goes on with it takes a copy."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_poem(folder)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "100")
+        assert main(["train", *TINY, "name=poem", "hydra.run.dir=outputs/here"]) == 0
+    return folder, shown.getvalue()
 
 
 def losses(run: Path) -> list[str]:
@@ -58,9 +76,8 @@ def losses(run: Path) -> list[str]:
     return [re.sub(r'"epoch_time": [^,}]*', "", line) for line in lines]
 
 
-def test_a_run_trains_explains_itself_and_says_what_comes_next(folder, capsys):
-    assert main(["train", *TINY, "name=poem", "hydra.run.dir=outputs/here"]) == 0
-    shown = capsys.readouterr().out
+def test_a_run_trains_explains_itself_and_says_what_comes_next(trained):
+    folder, shown = trained
     for word in ["devices", "8 × cpu", "chunkwise", "parameters", "memory", "to beat", "gzip", "xz", "at a guess"]:
         assert word in shown.split("step 2/6")[0], word
     assert re.search(r"val at step 3 .*bits per byte [\d.]+ · gzip [\d.]+ · xz [\d.]+", shown)
@@ -78,12 +95,12 @@ def test_a_run_trains_explains_itself_and_says_what_comes_next(folder, capsys):
     assert build_run(yaml.safe_load((run / "config.yaml").read_text())).num_train_steps == 6
 
 
-def test_a_longer_resumed_run_and_generated_text(folder, capsys):
-    assert main(["train", *TINY, "hydra.run.dir=outputs/here"]) == 0
+def test_a_longer_resumed_run_and_generated_text(trained, folder, capsys):
+    shutil.copytree(trained[0] / "outputs", folder / "outputs")
     assert main(["resume", "latest", "num_train_steps=9"]) == 0
     shown = capsys.readouterr().out
-    assert "run goes on from step 6" in shown
-    assert "run is done at step 9" in shown
+    assert "poem goes on from step 6" in shown
+    assert "poem is done at step 9" in shown
     settings = yaml.safe_load((folder / "outputs/here/config.yaml").read_text())
     assert (settings["num_train_steps"], settings["scheduler"]["decay_steps"]) == (9, 9)
 
@@ -96,8 +113,9 @@ def test_a_longer_resumed_run_and_generated_text(folder, capsys):
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(folder, capsys):
-    assert main(["train", *TINY, "num_train_steps=40", "hydra.run.dir=whole"]) == 0
-    command = [sys.executable, "-m", "xlstm_jax.cli.main", "train", *TINY, "num_train_steps=40", "hydra.run.dir=cut"]
+    words = [*TINY, "num_train_steps=40", "trainer.check_val_every_n_steps=20"]
+    assert main(["train", *words, "hydra.run.dir=whole"]) == 0
+    command = [sys.executable, "-m", "xlstm_jax.cli.main", "train", *words, "hydra.run.dir=cut"]
     log = folder / "shown.txt"
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=ENVIRONMENT)
@@ -133,9 +151,9 @@ def test_the_settings_of_a_run_are_printed_with_references_resolved(folder, caps
 
 def test_a_sweep_is_a_run_for_each_value(folder, capsys):
     words = [*TINY[:-2], "num_train_steps=4", "trainer.check_val_every_n_steps=-1"]
-    assert main(["train", *words, "scheduler.lr=1e-3,1e-2", "-m", "hydra.sweep.dir=swept"]) == 0
-    rates = [yaml.safe_load((folder / f"swept/{n}/config.yaml").read_text())["scheduler"]["lr"] for n in (0, 1)]
-    assert rates == [1e-3, 1e-2]
+    assert main(["train", *words, "trainer.seed=3,5", "-m", "hydra.sweep.dir=swept"]) == 0
+    seeds = [yaml.safe_load((folder / f"swept/{n}/config.yaml").read_text())["trainer"]["seed"] for n in (0, 1)]
+    assert seeds == [3, 5]
     assert all((folder / f"swept/{n}/checkpoints/checkpoint_4").is_dir() for n in (0, 1))
 
 

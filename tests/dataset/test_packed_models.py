@@ -38,7 +38,9 @@ def alone(name, index, start, stop):
     """Return the log-probabilities of some targets of a document under those targets, without anything around them."""
     tokens = np.append(DOCUMENTS[index], END)
     inputs = np.append(END, tokens[:-1])
-    logits = ready(name)(jnp.asarray(inputs[None, start:stop], jnp.int32))[0]
+    # What comes after a token does not change its logits, and one length is one program.
+    padded = np.pad(inputs[start:stop], (0, -(stop - start) % LENGTH))
+    logits = ready(name)(jnp.asarray(padded[None], jnp.int32))[0, : stop - start]
     scores = jax.nn.log_softmax(logits)[np.arange(stop - start), tokens[start:stop]]
     return {tuple(tokens[start:stop].tolist()): np.asarray(scores)}
 

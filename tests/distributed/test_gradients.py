@@ -94,11 +94,16 @@ def test_a_seed_gives_the_same_parameters_to_an_ulp_without_a_mesh():
     jax.tree.map(lambda a, b: np.testing.assert_array_max_ulp(a, b, maxulp=1), parameters_on("dp8"), expected)
 
 
-@pytest.mark.parametrize(
-    ("dense", "mesh_name"),
-    [(dense, name) for dense in DENSE for name in MESHES if dense == "plain" or "tp" in name],
-)
-@pytest.mark.parametrize("gathers_output", [True, False], ids=["loss replicated over tp", "loss sliced over tp"])
+OF_TP = [name for name in MESHES if "tp" in name]
+# Without tp there is nothing to gather; each ring meets each mesh with tp, and each of both either loss.
+CASES = [
+    *(("plain", name, gathers) for name in MESHES for gathers in ((True, False) if name in OF_TP else (True,))),
+    *(("ring", name, index % 2 == 0) for index, name in enumerate(OF_TP)),
+    *(("both ways", name, index % 2 == 1) for index, name in enumerate(OF_TP)),
+]
+
+
+@pytest.mark.parametrize(("dense", "mesh_name", "gathers_output"), CASES)
 def test_gradients_are_the_same_on_every_mesh(dense, mesh_name, gathers_output):
     network, (x, y), mesh = Network(dense, gathers_output), data(), make_mesh(**MESHES[mesh_name])
 

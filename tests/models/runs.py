@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import BATCH, make_mesh, on_mesh, run_sharded, specs_of, unboxed_tree
+from meshes import BATCH, make_mesh, on_mesh, run_sharded, unboxed_tree
 
 from xlstm_jax.distributed import sync_gradients
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
@@ -58,11 +59,11 @@ def parameters_on(model, mesh_name):
 
 def place_on(model, mesh, whole_params):
     """Spread whole parameters over a mesh as the model wants them; return them in their boxes, and their specs."""
-    like = specs_of(lambda key: init(model, key), mesh, jax.random.key(3))
     boxes = jax.eval_shape(
         jax.shard_map(lambda key: init(model, key), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False),
         jax.random.key(3),
     )
+    like = nn.get_partition_spec(boxes)
     params = jax.tree.map(reboxed, boxes, whole_params, is_leaf=is_partitioned)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), like, is_leaf=lambda x: isinstance(x, P))
     return jax.device_put(params, shardings), like

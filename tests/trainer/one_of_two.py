@@ -8,11 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+# Of the flags that the tests compile with, only the number of devices is another one here: the last one counts.
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=2"])
 
 import jax
 import numpy as np
-from trainer.runs import SizedTokenLoader, TokenLoader, make_trainer
+from trainer.runs import SizedTokenLoader, TokenLoader, make_trainer, model_config
 
 from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, ModelCheckpointConfig
 
@@ -34,6 +35,7 @@ def main():
     trainer = make_trainer(
         {"dp": 2, "fsdp": jax.device_count() // 2},
         path=folder,
+        model=model_config(num_blocks=1),
         callbacks=[ModelCheckpointConfig()],
         check_val_every_n_steps=4,
     )

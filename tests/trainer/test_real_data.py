@@ -1,6 +1,7 @@
 """A run on real text goes on with exactly the next batch, on any mesh."""
 
 import csv
+import shutil
 
 import numpy as np
 import pytest
@@ -49,20 +50,29 @@ def uninterrupted(request, tmp_path_factory):
     return request.param, texts, losses(path), whole_state(trainer), path
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(uninterrupted, tmp_path):
+@pytest.fixture(scope="module")
+def ended(uninterrupted, tmp_path_factory):
+    """The folder of such a run that ended early; a test goes on with a copy of it."""
+    packing, texts, *_ = uninterrupted
+    path = tmp_path_factory.mktemp("ended")
+    train(path, texts, packing, steps=STOP)
+    return path
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(uninterrupted, ended, tmp_path):
     packing, texts, expected, state, _ = uninterrupted
-    train(tmp_path, texts, packing, steps=STOP)
-    resumed = train(tmp_path, texts, packing, steps=NUM_STEPS, num_workers=1)
-    assert losses(tmp_path) == expected
+    path = shutil.copytree(ended, tmp_path / "run")
+    resumed = train(path, texts, packing, steps=NUM_STEPS, num_workers=1)
+    assert losses(path) == expected
     for name, leaf in whole_state(resumed).items():
         np.testing.assert_array_equal(leaf, state[name], err_msg=name)
 
 
-def test_a_run_that_is_resumed_on_another_mesh_sees_the_same_batches(uninterrupted, tmp_path):
+def test_a_run_that_is_resumed_on_another_mesh_sees_the_same_batches(uninterrupted, ended, tmp_path):
     packing, texts, expected, _, _ = uninterrupted
-    train(tmp_path, texts, packing, steps=STOP)
-    train(tmp_path, texts, packing, steps=NUM_STEPS, sizes=TWO)
-    found = losses(tmp_path)
+    path = shutil.copytree(ended, tmp_path / "run")
+    train(path, texts, packing, steps=NUM_STEPS, sizes=TWO)
+    found = losses(path)
     assert found.keys() == expected.keys()
     np.testing.assert_allclose([*found.values()], [*expected.values()], rtol=1e-5)
 

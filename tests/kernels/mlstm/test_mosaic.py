@@ -167,7 +167,7 @@ def test_heads_of_other_sizes_are_refused():
 @pytest.mark.skipif(hopper_problem() is None, reason="this is a Hopper GPU")
 def test_kernels_that_cannot_run_say_why(key):
     inputs = [x.astype(jnp.bfloat16) for x in ArgSpec(1, 8, 1, 64, 64).arguments(key)]
-    with pytest.raises(ValueError, match="'mosaic' cannot run here: the kernels for Hopper GPUs need one"):
+    with pytest.raises(ValueError, match=r"'mosaic' cannot run here: this .* is no Hopper GPU"):
         mlstm(*inputs, backend="mosaic")
     assert choose_backend() == ("chunkwise", f"the chunkwise form in plain JAX, as {hopper_problem()}")
 

@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+# Of the flags that the tests compile with, only the number of devices is another one here: the last one counts.
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=2"])
 
 import jax
 from trainer.eval.requests import CONTEXTS, REQUESTS, evaluation_on, request

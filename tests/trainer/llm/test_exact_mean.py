@@ -1,7 +1,6 @@
 """Training gives the mean over all targets of the batch, whatever the mesh, the padding and the minibatches."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from meshes import unboxed_tree
-from trainer.runs import LENGTH, draw_batch, make_trainer, model_config
+from trainer import runs
+from trainer.runs import LENGTH, draw_batch, model_config
 
 from xlstm_jax.models.xlstm import XLSTM
 from xlstm_jax.trainer.llm.trainer import LLMTrainer
@@ -25,11 +25,17 @@ ADAMW = OptimizerConfig(name="adamw", scheduler=SchedulerConfig(lr=0.01), eps=1e
 PLAIN = {"sgd": optax.sgd(0.1), "adamw": optax.adamw(0.01, eps=1e-4, weight_decay=0.1)}
 OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW}
 MESHES = {"dp8": {"dp": 8}, "fsdp8": {"fsdp": 8}, "dp2-fsdp2-tp2": {"dp": 2, "fsdp": 2, "tp": 2}}
+# Each mesh meets each number of minibatches, and each of both a loop and a scan.
 CASES = [
     ("one device", 2, False, "sgd"),
-    *((mesh, n, scan, "sgd") for mesh, n, scan in itertools.product(MESHES, (1, 2, 4), (False, True))),
+    *((mesh, 1, False, "sgd") for mesh in MESHES),
+    *((mesh, n, (index + n // 2) % 2 == 0, "sgd") for index, mesh in enumerate(MESHES) for n in (2, 4)),
     *((mesh, n, True, "adamw") for mesh, n in (("dp8", 4), ("fsdp8", 2), ("dp2-fsdp2-tp2", 1))),
 ]
+MODEL = model_config(num_blocks=1)
+# What a mean does not depend on, but every program here would be compiled with.
+FEW = {"log_grad_norm": False, "log_param_norm": False, "check_for_nan": False}
+make_trainer = functools.partial(runs.make_trainer, rows=ROWS, model=MODEL, **FEW)
 
 
 @functools.cache
@@ -40,7 +46,7 @@ def batches():
 @jax.jit
 def summed_loss(params, batch):
     """Return the sum of the losses of all targets, and their number."""
-    model = XLSTM(model_config().model_config)
+    model = XLSTM(MODEL.model_config)
     logits = model.apply({"params": params}, batch.inputs, document_borders=batch.get_document_borders())
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
     return jnp.sum(losses * (batch.targets_segmentation != 0)), jnp.sum(batch.targets_segmentation != 0)
@@ -68,7 +74,7 @@ def expected(optimizer):
 
 @functools.cache
 def initial_params():
-    return unboxed_tree(make_trainer(rows=ROWS).state.params)
+    return unboxed_tree(make_trainer().state.params)
 
 
 def assert_close_by_leaf(actual, expected):
@@ -83,7 +89,6 @@ def assert_close_by_leaf(actual, expected):
 def test_losses_gradients_and_parameters_are_those_of_the_whole_batch(mesh, num_minibatches, use_scan, optimizer):
     trainer = make_trainer(
         MESHES.get(mesh, {}),
-        rows=ROWS,
         optimizer=OPTIMIZERS[optimizer],
         gradient_accumulate_steps=num_minibatches,
         gradient_accumulate_scan=use_scan,
@@ -116,9 +121,7 @@ def test_a_loss_function_that_is_overridden_as_documented_stays_exact():
         def loss_function(self, params, apply_fn, batch, rng, train=True, mutable_variables=None):
             return super().loss_function(params, apply_fn, batch, rng, train, mutable_variables)
 
-    trainer = make_trainer(
-        {"dp": 2}, rows=ROWS, optimizer=SGD, trainer_class=Scaled, logger=None, gradient_accumulate_steps=2
-    )
+    trainer = make_trainer({"dp": 2}, optimizer=SGD, trainer_class=Scaled, logger=None, gradient_accumulate_steps=2)
     placed = jax.device_put(batches()[0], NamedSharding(trainer.mesh, trainer.batch_partition_specs))
     state, _ = trainer.train_step(trainer.state, placed, None)
     assert_close_by_leaf(unboxed_tree(state.opt_state[0][0].trace), expected("sgd")[1])
@@ -126,7 +129,7 @@ def test_a_loss_function_that_is_overridden_as_documented_stays_exact():
 
 @pytest.mark.parametrize("mesh", ["one device", *MESHES])
 def test_an_evaluation_gives_the_mean_over_all_targets(mesh):
-    trainer = make_trainer(MESHES.get(mesh, {}), rows=ROWS)
+    trainer = make_trainer(MESHES.get(mesh, {}))
     metrics = None
     for batch in batches():
         placed = jax.device_put(batch, NamedSharding(trainer.mesh, trainer.batch_partition_specs))

@@ -27,7 +27,7 @@ SHAPES = {
     "temperature": (),
 }
 
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 1}
 """Each of these programs runs once: most of the time goes into compiling it."""
 
 
