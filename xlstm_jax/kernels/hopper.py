@@ -6,6 +6,7 @@ import jax
 
 NEEDED_JAX = (0, 11)
 HOPPER = "9.0"
+"""The compute capability of H100 and H200."""
 
 
 UNMEASURED = "the kernels for Hopper GPUs, `mosaic`, have to be asked for until they are measured at all sizes"
@@ -20,11 +21,9 @@ def auto_problem() -> str | None:
 def hopper_problem() -> str | None:
     """Return why kernels written for Hopper GPUs cannot run here, or `None` where they can."""
     if jax.default_backend() != "gpu":
-        return f"the kernels for Hopper GPUs need one, and this is a {jax.default_backend().upper()}"
+        return f"this {jax.default_backend().upper()} is no Hopper GPU"
+    if getattr(jax.devices()[0], "compute_capability", None) != HOPPER:
+        return f"this {jax.devices()[0].device_kind} is no Hopper GPU"
     if jax.__version_info__ < NEEDED_JAX:
         return f"the kernels for Hopper GPUs need jax 0.11 or newer, and this is {jax.__version__}"
-    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-    if capability != HOPPER:
-        kind = jax.devices()[0].device_kind
-        return f"the kernels are for Hopper GPUs (compute capability {HOPPER}), and this is a {kind} ({capability})"
     return None

@@ -157,8 +157,10 @@ class _Part(NamedTuple):
     backward: int = 0
     recomputed_full: int = 0
     """FLOPs to compute again what the backward pass needs, if nothing is kept."""
-    recomputed_dots: int = 0
+    recomputed_offload: int = 0
     """The same if the results of products without batch dimensions are kept."""
+    recomputed_dots: int = 0
+    """The same if what the kernels of cells keep is kept too."""
 
 
 def _total(parts: Iterable[_Part]) -> _Part:
@@ -167,8 +169,7 @@ def _total(parts: Iterable[_Part]) -> _Part:
 
 def _recomputed(config: XLSTMConfig | LlamaConfig, blocks: _Part) -> int:
     remat = "full" if config.remat == "none" and "Block" in config.parallel.remat else config.remat
-    by_policy = {"none": 0, "full": blocks.recomputed_full, "dots": blocks.recomputed_dots}
-    return by_policy["dots" if remat == "offload" else remat]
+    return 0 if remat == "none" else getattr(blocks, f"recomputed_{remat}")
 
 
 def _embedding_and_head(config: XLSTMConfig | LlamaConfig, num_tokens: int) -> _Part:
@@ -261,7 +262,7 @@ def _mlstm_cell(config: XLSTMConfig, length: int, qk_dim: int, v_dim: int) -> _P
         2 * config.num_heads * padded * forward,
         backward=2 * config.num_heads * padded * backward,
         needed=2 * config.num_heads * length * 2 * qk_dim * v_dim,
-    )._replace(state_bytes=STATE_ITEMSIZE * config.num_heads * (qk_dim * v_dim + qk_dim + 1))
+    )._replace(recomputed_dots=0, state_bytes=STATE_ITEMSIZE * config.num_heads * (qk_dim * v_dim + qk_dim + 1))
 
 
 def _mlstm_products(chunk_size: int, qk_dim: int, v_dim: int) -> tuple[int, int]:
@@ -288,7 +289,7 @@ def _slstm_cell(length: int, dim: int, head_dim: int) -> _Part:
     """The backward pass has three products: pre-activations again, the hidden state's gradient and the kernel's."""
     recurrent = 4 * dim * head_dim
     return _batched(2 * length * recurrent, backward=3 * 2 * length * recurrent)._replace(
-        parameters=recurrent, state_bytes=4 * dim * STATE_ITEMSIZE
+        recomputed_dots=0, parameters=recurrent, state_bytes=4 * dim * STATE_ITEMSIZE
     )
 
 
@@ -318,12 +319,13 @@ def _block_diagonal(length: int, dim: int, block_size: int) -> _Part:
 
 
 def _batched(forward: int, *, backward: int | None = None, needed: int | None = None) -> _Part:
-    """Products with batch dimensions: no policy keeps their results."""
+    """Products with batch dimensions: no policy keeps their results, unless they belong to a kernel that keeps them."""
     return _Part(
         needed=forward if needed is None else needed,
         forward=forward,
         backward=2 * forward if backward is None else backward,
         recomputed_full=forward,
+        recomputed_offload=forward,
         recomputed_dots=forward,
     )
 

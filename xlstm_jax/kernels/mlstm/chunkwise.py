@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.keep import keep
 from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm.gates import ChunkGates, chunk_gates
 from xlstm_jax.kernels.mlstm.state import MLSTMState
@@ -53,7 +54,7 @@ def _forward(q, k, v, log_input, log_forget, state, resets, chunk_size, eps):
     numerator = old + _dot("nbhlm,nbhmv->nbhlv", weights.astype(v.dtype), v_, dtype)
     denominator = jnp.sum(reading * normalizers[..., None, :], axis=-1) + jnp.sum(weights, axis=-1)
     _, divisor = _divisor(denominator, gates, eps)
-    hidden = _unchunked(numerator / divisor[..., None]).astype(v.dtype)
+    hidden, denominator = keep((_unchunked(numerator / divisor[..., None]).astype(v.dtype), denominator))
     return (hidden, last), (q, k, v, log_input, log_forget, state, resets, hidden, denominator)
 
 

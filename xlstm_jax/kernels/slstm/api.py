@@ -91,7 +91,7 @@ def choose_backend(
             "mosaic",
             "one launch for the whole sequence, with the recurrent kernel on chip, for this is a Hopper GPU",
         )
-    return "recompute", f"the scan with a backward pass that keeps only hidden states, as {problem}"
+    return "recompute", f"a scan that keeps only hidden states, as {problem}"
 
 
 def resolve_backend(

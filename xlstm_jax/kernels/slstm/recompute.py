@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.keep import keep
 from xlstm_jax.kernels.slstm.reference import activate, preactivations, select, slstm_reference
 from xlstm_jax.kernels.slstm.state import SLSTMState
 
@@ -31,6 +32,7 @@ def slstm_recompute(
 
 def _forward(gates, recurrent, state, resets, mask):
     hidden, last = slstm_reference(gates, recurrent, state, resets, mask)
+    hidden = keep(hidden)
     return (hidden, last), (gates, recurrent, state, resets, mask, hidden)
 
 

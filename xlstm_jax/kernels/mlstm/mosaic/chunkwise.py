@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.keep import keep
 from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm.gates import ChunkGates, chunk_gates
 from xlstm_jax.kernels.mlstm.mosaic.outputs import compute_outputs
@@ -85,10 +86,10 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
     initial = jnp.zeros((b, h), log_forget.dtype) if state is None else state.stabilizer
     gates = chunk_gates(log_input, log_forget, resets, initial, tiling.chunk_size)
     segments = num_segments(b * h, tiling, s // tiling.chunk_size)
-    rows = _rows(gates, segments)
+    rows = keep(_rows(gates, segments))
     queries, keys, values = (_segmented(x, segments) for x in (q, k, v))
     run = functools.partial(_memories, tiling=tiling, segments=segments, interpret=interpret)
-    memories = run(keys, values, rows.to_memory, rows.keep, None if state is None else state[:2])
+    memories = keep(run(keys, values, rows.to_memory, rows.keep, None if state is None else state[:2]))
     scale = qk_dim**-0.5
     hidden, denominators = compute_outputs(
         queries,
@@ -105,7 +106,7 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
         eps=eps,
         interpret=interpret,
     )
-    hidden = hidden.reshape(v.shape)
+    hidden, denominators = keep((hidden.reshape(v.shape), denominators))
     stabilizer = gates.stabilizer[-1, ..., -1]
     last = MLSTMState(
         _of_segment(memories.last, -1, segments), _of_segment(memories.last_normalizer, -1, segments), stabilizer

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.keep import keep
 from xlstm_jax.kernels.slstm.mosaic.block import TILE_ORDER, UNITS, Options, launch, tiling_of
 from xlstm_jax.kernels.slstm.mosaic.kernels import backward_body, forward_body
 from xlstm_jax.kernels.slstm.mosaic.limits import ROWS, SAVED
@@ -56,6 +57,7 @@ def _run_forward(gates, recurrent, state: SLSTMState, resets, mask, interpret, s
 
 def _forward(gates, recurrent, state, resets, mask, interpret):
     hidden, last, (saved,) = _run_forward(gates, recurrent, state, resets, mask, interpret, saves=True)
+    hidden, saved = keep((hidden, saved))
     return (hidden, last), (recurrent, state.hidden, resets, mask, hidden, saved)
 
 
