@@ -28,9 +28,7 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +43,7 @@ from xlstm_jax.inference.sampling import greedy_sampling
 from xlstm_jax.models.shared.layout import to_canonical
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.models.xlstm.config import published
+from xlstm_jax.utils.kernel_times import kernel_table, kernel_times
 
 VARIANTS = ("scan", "sliced", "split", "fused", "transposed")
 FLAGS = {
@@ -149,25 +148,6 @@ def num_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def print_kernels(program: Callable, count: int = 16) -> None:
-    """Print what a call spends its time on."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(program())
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(path))
-    times, calls = Counter(), Counter()
-    for plane in profile.planes:
-        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
-            for event in line.events if line.name.startswith("Stream") else ():
-                times[event.name] += event.duration_ns
-                calls[event.name] += 1
-    print(f"\n| of {sum(times.values()) / 1e6:.2f} ms in kernels | ms | calls |\n|---|---|---|")
-    for name, nanoseconds in times.most_common(count):
-        print(f"| {name[:80]} | {nanoseconds / 1e6:.2f} | {calls[name]} |")
-    print(flush=True)
-
-
 def measure(variant: str, options: argparse.Namespace) -> None:
     """Print the rows of a variant."""
     config = model_config(options)
@@ -185,7 +165,7 @@ def measure(variant: str, options: argparse.Namespace) -> None:
             options.hlo.mkdir(parents=True, exist_ok=True)
             (options.hlo / f"{variant}-{options.flags[0]}-{label}.txt").write_text(program.as_text())
         if options.kernels:
-            print_kernels(functools.partial(program, *arguments))
+            print(kernel_table(kernel_times(functools.partial(program, *arguments))), flush=True)
 
     for batch_size in options.batch:
         state = jax.eval_shape(lambda size=batch_size: model.apply({}, size, method="init_state"))

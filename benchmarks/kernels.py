@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from xlstm_jax.kernels.mlstm import mlstm
 from xlstm_jax.kernels.mlstm.api import Backend, mosaic_problem
+from xlstm_jax.utils.kernel_times import kernel_table, kernel_times
 
 BANDWIDTH, FLOPS = 4.3e12, 790e12
 GATE_MEANS = -3.0, 4.0
@@ -69,7 +70,7 @@ SHAPES = [
     Shape(1, 8, 65536, 256, 512),
     Shape(8, 4, 8192, 256, 512),
 ]
-Timed = dict[str, tuple[float, float]]
+Timed = dict[str, tuple[float, ...]]
 """Seconds of forward, and of forward and backward, by name."""
 
 
@@ -86,8 +87,10 @@ def seconds(call: Callable[[], Any], wait: Callable[[Any], Any], groups: int = 1
     return statistics.median(times)
 
 
-def time_ours(shape: Shape, backend: Backend, chunk_size: int = 256) -> tuple[float, float]:
-    """Time one of our forms."""
+def time_ours(
+    shape: Shape, backend: Backend, *, chunk_size: int = 256, shows_kernels: bool = False
+) -> tuple[float, ...]:
+    """Time one of our forms, forward and with its backward pass."""
     *inputs, dhidden = shape.inputs()
 
     def forward(*inputs: jax.Array) -> Any:
@@ -99,7 +102,10 @@ def time_ours(shape: Shape, backend: Backend, chunk_size: int = 256) -> tuple[fl
 
     one, two = jax.jit(forward), jax.jit(both)
     wait = jax.block_until_ready
-    return seconds(lambda: one(*inputs), wait), seconds(lambda: two(dhidden, *inputs), wait)
+    times = seconds(lambda: one(*inputs), wait), seconds(lambda: two(dhidden, *inputs), wait)
+    if shows_kernels:
+        print(kernel_table(kernel_times(lambda: two(dhidden, *inputs))), end="\n\n", flush=True)
+    return times
 
 
 def time_attention(shape: Shape) -> tuple[float, float]:
@@ -145,15 +151,15 @@ def time_peer(shape: Shape, kernel: str) -> tuple[float, float]:
     return one, seconds(both, wait)
 
 
-def time_shape(shape: Shape, peers: list[str], chunk_sizes: list[int]) -> Timed:
+def time_shape(shape: Shape, peers: list[str], chunk_sizes: list[int], shows_kernels: bool) -> Timed:
     """Time all that can run here."""
     timed: Timed = {}
     if problem := mosaic_problem(jnp.bfloat16, shape.qk_dim, shape.v_dim):
         print(f"Our kernels do not run: {problem}.")
     else:
-        timed["ours"] = time_ours(shape, "mosaic")
+        timed["ours"] = time_ours(shape, "mosaic", shows_kernels=shows_kernels)
     for chunk_size in chunk_sizes:
-        timed[f"plain XLA, chunks of {chunk_size}"] = time_ours(shape, "chunkwise", chunk_size)
+        timed[f"plain XLA, chunks of {chunk_size}"] = time_ours(shape, "chunkwise", chunk_size=chunk_size)
     if "mlstm-kernels" in peers:
         for kernel in ("xl_chunk", "xl_chunk_siging"):
             timed[f"mlstm-kernels {kernel}, chunks of 128"] = time_peer(shape, kernel)
@@ -168,6 +174,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which, counted from zero")
     parser.add_argument("--peers", nargs="*", default=[], choices=["mlstm-kernels", "attention"])
     parser.add_argument("--chunk-sizes", type=int, nargs="*", default=[], help="chunks of plain XLA")
+    parser.add_argument("--kernels", action="store_true", help="what our forward and backward pass spends its time on")
     parser.add_argument("--length", type=int, help="another length, to try on a small machine")
     arguments = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
@@ -177,9 +184,9 @@ def main() -> None:
             shape = dataclasses.replace(shape, length=arguments.length)
         floors = [shape.floor(backward=backward) for backward in (False, True)]
         print(f"{shape}, floor {1e3 * floors[0]:.2f} / {1e3 * floors[1]:.2f} ms\n")
+        timed = time_shape(shape, arguments.peers, arguments.chunk_sizes, arguments.kernels)
         print("| | forward ms | share of floor | forward+backward ms | share of floor | times ours |")
         print("|---|---|---|---|---|---|")
-        timed = time_shape(shape, arguments.peers, arguments.chunk_sizes)
         ours = timed.get("ours")
         for name, times in timed.items():
             shares = [floor / t for floor, t in zip(floors, times, strict=True)]

@@ -1,19 +1,16 @@
-"""What the trainer's loop costs beside its compiled step, with its default logging to files and console.
+"""How many tokens a second one device trains, and how near that is to its arithmetic.
 
-    python benchmarks/train_step.py [--rounds 7] [--steps 60]
+    python benchmarks/train_step.py [--model 1.4b] [--batch 8] [--remat dots] [--backend mosaic] [--kernels]
 
-A round takes the same steps on the same batch with the bare compiled step and with `train_model`. Both take turns in
-one run, as machines are shared. What is given is the median over the rounds of the ratio of both times, with its
-quartiles. The memory analysis of the compiled step shows whether the state is overwritten in place.
+Takes the trainer's own compiled step, on random tokens: activations in bfloat16, parameters and AdamW's moments in
+float32, gradients clipped. A time is the median over groups of steps one after the other. The share of the peak is
+that of six FLOPs for each parameter and token, as peers count it; what is computed again does not count.
 """
 
 import argparse
-import contextlib
-import io
-import pathlib
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,100 +21,98 @@ from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
+from xlstm_jax.trainer.accelerators import of_device_kind
 from xlstm_jax.trainer.llm.trainer import LLMTrainer, LLMTrainerConfig
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
+from xlstm_jax.utils.kernel_times import kernel_table, kernel_times
 
-SHAPES = {
-    "0.69 M parameters, 8 × 256 tokens": ({"embedding_dim": 128, "num_heads": 4, "num_blocks": 2}, 8, 256),
-    "0.07 M parameters, 4 × 64 tokens": ({"embedding_dim": 32, "num_heads": 2, "num_blocks": 1}, 4, 64),
+MODELS = {
+    "1.4b": {"embedding_dim": 2048, "num_heads": 4, "num_blocks": 24, "vocab_size": 50304},
+    "162m": {"embedding_dim": 768, "num_heads": 6, "num_blocks": 12, "vocab_size": 50304, "ffn_dim": 2048},
+    "tiny": {"embedding_dim": 128, "num_heads": 2, "num_blocks": 2, "vocab_size": 512},
 }
+"""The sizes that peers were measured at, and one for a small machine."""
+GIB = 2**30
 
 
-class TimedLoader:
-    """Gives one batch again and again, and remembers when."""
-
-    def __init__(self, batch: Any):
-        self.batch = batch
-        self.times: list[float] = []
-
-    def __iter__(self) -> Iterator:
-        return self
-
-    def __next__(self) -> Any:
-        self.times.append(time.perf_counter())
-        return self.batch
-
-
-def build(shape: dict[str, int], rows: int, length: int, path: pathlib.Path, log_every_n_steps: int) -> LLMTrainer:
-    """Make a trainer of a small model on one device."""
+def build(options: argparse.Namespace, folder: str) -> LLMTrainer:
+    """Make a trainer on one device."""
     parallel = ParallelConfig()
+    shape = XLSTMConfig(
+        parallel=parallel,
+        dtype="bfloat16",
+        head_dtype=options.head_dtype,
+        loss_chunk_size=options.loss_chunk_size,
+        remat=options.remat,
+        scan_blocks=not options.unrolled,
+        mlstm_backend=options.backend,
+        chunk_size=options.chunk_size,
+        **MODELS[options.model],
+    )
     return LLMTrainer(
-        LLMTrainerConfig(logger=LoggerConfig(log_path=path, log_every_n_steps=log_every_n_steps)),
-        ModelConfig(
-            model_class=XLSTM, parallel=parallel, model_config=XLSTMConfig(vocab_size=1024, parallel=parallel, **shape)
-        ),
-        OptimizerConfig(name="adamw", grad_clip_norm=1.0),
-        LLMBatch.get_dtype_struct(rows, length),
+        LLMTrainerConfig(logger=LoggerConfig(log_path=folder)),
+        ModelConfig(model_class=XLSTM, parallel=parallel, model_config=shape),
+        OptimizerConfig(name="adamw", weight_decay=0.1, grad_clip_norm=1.0),
+        LLMBatch.get_dtype_struct(options.batch, options.context),
         mesh=Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), ("dp", "fsdp", "pp", "tp")),
     )
 
 
-def time_bare(trainer: LLMTrainer, batch: LLMBatch, num_steps: int) -> float:
-    """Take steps and wait for the last: the time of one."""
+def measure(trainer: LLMTrainer, batch: LLMBatch, options: argparse.Namespace) -> tuple[float, float]:
+    """Return the seconds of a step and those until the first was done."""
+    begin = time.perf_counter()
     state, metrics = trainer.state, trainer.init_train_metrics(batch)
-    for index in range(num_steps + 1):
-        state, metrics = trainer.train_step(state, batch, metrics)
-        if not index:
-            jax.block_until_ready(state)
-            start = time.perf_counter()
-    jax.block_until_ready(state)
+    times = []
+    for group in range(options.groups + 1):
+        start = time.perf_counter()
+        for _ in range(options.steps if group else 1):
+            state, metrics = trainer.train_step(state, batch, metrics)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - start) / options.steps if group else time.perf_counter() - begin)
     trainer.state = state
-    return (time.perf_counter() - start) / num_steps
-
-
-def time_trainer(trainer: LLMTrainer, batch: LLMBatch, num_steps: int) -> float:
-    """Train for as many steps: the time from one batch to the next."""
-    loader = TimedLoader(batch)
-    trainer.train_model(loader, num_train_steps=int(trainer.state.step) + num_steps + 2)
-    return (loader.times[-1] - loader.times[1]) / num_steps
-
-
-def measure(name: str, shape: dict[str, int], rows: int, length: int, options: argparse.Namespace) -> None:
-    """Print one row for each interval of logging."""
-    for log_every_n_steps in (1, 10):
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            trainer = build(shape, rows, length, pathlib.Path(folder), log_every_n_steps)
-            sharding = NamedSharding(trainer.mesh, trainer.batch_partition_specs)
-            batch = jax.device_put(LLMBatch.get_sample(rows, length), sharding)
-            times = [
-                (time_bare(trainer, batch, options.steps), time_trainer(trainer, batch, options.steps))
-                for _ in range(options.rounds)
-            ]
-            arguments = trainer.state, batch, trainer.init_train_metrics()
-            memory = trainer.train_step.lower(*arguments).compile().memory_analysis()
-            num_programs = trainer.train_step._cache_size()
-        bare, whole = np.transpose(times)
-        low, ratio, high = np.quantile(whole / bare, (0.25, 0.5, 0.75))
-        state_bytes = sum(x.nbytes for x in jax.tree.leaves(trainer.state))
-        copied = (memory.output_size_in_bytes - memory.alias_size_in_bytes) / state_bytes
-        print(
-            f"| {name} | {log_every_n_steps} | {1e3 * np.median(bare):.2f} | {ratio:.3f} ({low:.3f} to {high:.3f}) | "
-            f"{num_programs} | {copied:.1%} |",
-            flush=True,
-        )
+    return statistics.median(times[1:]), times[0]
 
 
 def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description="Time the trainer beside its compiled step.")
-    parser.add_argument("--rounds", type=int, default=7, help="how often both take turns")
-    parser.add_argument("--steps", type=int, default=60, help="steps of a round")
+    """Print a row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a step")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of a sequence")
+    parser.add_argument("--remat", default="dots", choices=["none", "dots", "full"])
+    parser.add_argument("--backend", default="auto", help="the form of the mLSTM")
+    parser.add_argument("--chunk-size", type=int, default=256, help="positions of a chunk in plain JAX")
+    parser.add_argument("--head-dtype", default="bfloat16", help="precision of the projection to the vocabulary")
+    parser.add_argument("--loss-chunk-size", type=int, default=8192, help="tokens whose logits the loss holds at once")
+    parser.add_argument("--unrolled", action="store_true", help="blocks one by one, not in a scan")
+    parser.add_argument("--groups", type=int, default=5, help="how often steps are timed")
+    parser.add_argument("--steps", type=int, default=4, help="steps that are timed together")
+    parser.add_argument("--kernels", action="store_true", help="what a step spends its time on, on a GPU")
     options = parser.parse_args()
-    print("| model and batch | logs every n steps | step, ms | trainer / step | programs | state not in place |")
-    print("|---|---|---|---|---|---|")
-    for name, (shape, rows, length) in SHAPES.items():
-        measure(name, shape, rows, length, options)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(options, folder)
+        sharding = NamedSharding(trainer.mesh, trainer.batch_partition_specs)
+        batch = jax.device_put(LLMBatch.get_sample(options.batch, options.context), sharding)
+        seconds, first = measure(trainer, batch, options)
+        num_parameters = sum(x.size for x in jax.tree.leaves(trainer.state.params))
+        tokens = options.batch * options.context
+        device = jax.devices()[0]
+        accelerator = of_device_kind(device.device_kind)
+        peak = accelerator and 6 * num_parameters * tokens / seconds / accelerator.bfloat16_flops
+        memory: dict[str, Any] = device.memory_stats() or {}
+        print(f"{device.device_kind}, jax {jax.__version__}, {vars(options)}\n")
+        print(
+            "| parameters | tokens of a step | step, ms | tokens/s | share of the peak | memory, GiB | first step, s |"
+        )
+        print("|---|---|---|---|---|---|---|")
+        share = "-" if peak is None else f"{peak:.3f}"
+        figures = f"{1e3 * seconds:.1f} | {tokens / seconds:,.0f} | {share}"
+        used = memory.get("peak_bytes_in_use", 0) / GIB
+        print(f"| {num_parameters:,} | {tokens:,} | {figures} | {used:.1f} | {first:.1f} |", flush=True)
+        if options.kernels:
+            metrics = trainer.init_train_metrics(batch)
+            print(f"\n{kernel_table(kernel_times(lambda: trainer.train_step(trainer.state, batch, metrics)), 40)}")
 
 
 if __name__ == "__main__":

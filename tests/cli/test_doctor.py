@@ -94,7 +94,7 @@ def test_doctor_says_which_kernels_run_why_others_do_not_and_what_auto_picks(com
     }
     assert found["attention", "cudnn"].startswith("no: The attention backend 'cudnn' needs a GPU")
     assert found["mLSTM", "auto"].startswith("chunkwise: the chunkwise form in plain JAX")
-    assert found["sLSTM", "auto"].startswith("recompute: the scan")
+    assert found["sLSTM", "auto"].startswith("recompute: a scan that keeps only hidden states")
     assert found["attention", "auto"].startswith("xla: XLA, for cuDNN needs")
 
 

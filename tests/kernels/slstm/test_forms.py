@@ -355,7 +355,7 @@ def test_auto_says_once_what_it_picks(caplog, key):
         for backend in ("reference", "auto", "auto"):
             slstm(*arguments, backend=backend)
     (record,) = caplog.records
-    assert record.message.startswith("sLSTM: the scan")
+    assert record.message.startswith("sLSTM: a scan that keeps only hidden states")
 
 
 def test_the_law_is_the_equation(key):
