@@ -88,18 +88,17 @@ def _describe_devices(mesh: Any) -> str:
 def _describe_kernels(shape: Any) -> str:
     if not isinstance(shape, XLSTMConfig):
         return f"attention: {shape.attention_backend}" if isinstance(shape, LlamaConfig) else "the model's own"
-    heads, parts = shape.num_heads, {}
-    if "mlstm" in shape.kinds:
-        dims = shape.qk_dim // heads, shape.v_dim // heads
-        parts["mLSTM"] = shape.mlstm_backend, choose_mlstm(shape.dtype, *dims)
-    if "mlstm_up" in shape.kinds:
-        dims = (shape.inner_dim // heads,) * 2
-        parts["mLSTM"] = shape.mlstm_backend, choose_mlstm(shape.dtype, *dims)
-    if "slstm" in shape.kinds:
-        parts["sLSTM"] = shape.slstm_backend, choose_slstm(shape.embedding_dim // heads, shape.dtype)
-    return "\n".join(
-        f"{name}: {reason if backend == 'auto' else backend}" for name, (backend, (_, reason)) in parts.items()
-    )
+    heads, dtype = shape.num_heads, shape.dtype
+    chosen = {
+        "mlstm": lambda: choose_mlstm(dtype, shape.qk_dim // heads, shape.v_dim // heads),
+        "mlstm_up": lambda: choose_mlstm(dtype, shape.inner_dim // heads, shape.inner_dim // heads),
+        "slstm": lambda: choose_slstm(shape.embedding_dim // heads, dtype),
+    }
+    lines = []
+    for kind in dict.fromkeys(shape.kinds):
+        name, backend = ("sLSTM", shape.slstm_backend) if kind == "slstm" else ("mLSTM", shape.mlstm_backend)
+        lines.append(f"{name}: {chosen[kind]()[1] if backend == 'auto' else backend}")
+    return "\n".join(dict.fromkeys(lines))
 
 
 def _plan(run: Run) -> Plan | None:

@@ -1,21 +1,17 @@
 """The mLSTM in kernels for Hopper GPUs: lowered and simulated everywhere, computed where there is one."""
 
 import functools
-import os
-
-# With the few threads of a small machine, those of simulated blocks would wait for each other for ever.
-os.environ.setdefault("NPROC", "16")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
+from xlstm_jax.kernels.hopper import NEEDED_JAX, UNMEASURED, hopper_problem
 from xlstm_jax.kernels.mlstm import MLSTMState, mlstm
 from xlstm_jax.kernels.mlstm.api import choose_backend, resolve_backend
 from xlstm_jax.kernels.mlstm.arg_specs import ArgSpec
-from xlstm_jax.kernels.mlstm.mosaic.tiling import HEAD_DIMS, NUM_SMS, Tiling, choose_tiling, num_segments
+from xlstm_jax.kernels.mlstm.mosaic.tiling import HEAD_DIMS, Tiling, choose_tiling, num_segments
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
 needs_hopper = pytest.mark.skipif(hopper_problem() is not None, reason="there is no Hopper GPU")
@@ -131,19 +127,22 @@ def test_every_tiling_lowers_for_a_gpu(dims, documents):
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("dims", "num_heads", "num_sms"),
+    ("dims", "num_heads", "num_sms", "segments", "options"),
     [
-        ((64, 64), 1, NUM_SMS),  # the sequence is cut
-        ((64, 64), 1, 1),  # it is not, and one block does all of its work
-        ((64, 128), 2, 3),  # there is less work in the last turn
+        ((64, 64), 1, 2, 2, {"reset_rate": 0.002}),  # the sequence is cut
+        ((64, 64), 1, 1, 1, {"with_state": False}),  # one block does all of its work
+        ((64, 128), 2, 3, 1, {"reset_rate": 0.01}),  # there is less work in the last turn
     ],
 )
-def test_simulated_kernels_compute_the_reference_and_all_its_gradients(dims, num_heads, num_sms, monkeypatch):
-    spec = ArgSpec(1, 384, num_heads, *dims, igate_mean=4.0, fgate_mean=8.0)
+def test_simulated_kernels_compute_the_reference_and_all_its_gradients(
+    dims, num_heads, num_sms, segments, options, monkeypatch
+):
+    spec = ArgSpec(1, 512, num_heads, *dims, igate_mean=4.0, fgate_mean=5.0)
     for module in ("items", "tiling"):
         monkeypatch.setattr(f"xlstm_jax.kernels.mlstm.mosaic.{module}.NUM_SMS", num_sms)
-    options = {"reset_rate": 0.01, "with_state": True}
-    actual = simulated(spec, Tiling(*dims, chunk_size=128), **options)
+    tiling = Tiling(*dims, chunk_size=128)
+    assert num_segments(num_heads, tiling, spec.length // tiling.chunk_size) == segments
+    actual = simulated(spec, tiling, **options)
     assert_small(actual, exact(spec, **options))
 
 
@@ -170,6 +169,11 @@ def test_kernels_that_cannot_run_say_why(key):
     with pytest.raises(ValueError, match=r"'mosaic' cannot run here: this .* is no Hopper GPU"):
         mlstm(*inputs, backend="mosaic")
     assert choose_backend() == ("chunkwise", f"the chunkwise form in plain JAX, as {hopper_problem()}")
+
+
+def test_auto_leaves_kernels_alone_that_are_not_measured(monkeypatch):
+    monkeypatch.setattr("xlstm_jax.kernels.hopper.hopper_problem", lambda: None)
+    assert choose_backend() == ("chunkwise", f"the chunkwise form in plain JAX, as {UNMEASURED}")
 
 
 def test_kernels_compute_in_bfloat16_only():

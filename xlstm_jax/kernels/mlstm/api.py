@@ -68,11 +68,11 @@ def mlstm(
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
     b, _, h, qk_dim = q.shape
     form = resolve_backend(backend, v.dtype, qk_dim, v.shape[-1])
-    first = None if state is None else _cast(state, dtype)
-    if first is None and form != "mosaic":
-        first = empty_state(b, h, qk_dim, v.shape[-1], dtype)
-    run = _implementation(form, chunk_size, eps)
-    hidden, last = run(q, k, v, log_input, log_forget, first and materialize(first), resets)
+    if state is not None:
+        state = materialize(_cast(state, dtype))
+    elif form != "mosaic":  # whose kernels begin with zeros by themselves
+        state = materialize(empty_state(b, h, qk_dim, v.shape[-1], dtype))
+    hidden, last = _implementation(form, chunk_size, eps)(q, k, v, log_input, log_forget, state, resets)
     return (hidden, last) if return_state else hidden
 
 

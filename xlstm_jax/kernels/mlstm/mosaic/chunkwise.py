@@ -111,11 +111,12 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
     last = MLSTMState(
         _of_segment(memories.last, -1, segments), _of_segment(memories.last_normalizer, -1, segments), stabilizer
     )
-    return (hidden, last), (q, k, v, state is None, resets, rows, memories, hidden, denominators)
+    given = None if state is None else ()  # without an array in it, this is known when the program is traced
+    return (hidden, last), (q, k, v, given, resets, rows, memories, hidden, denominators)
 
 
 def _backward(tiling, eps, interpret, residuals, cotangents):
-    q, k, v, from_empty, resets, rows, memories, hidden, denominators = residuals
+    q, k, v, given, resets, rows, memories, hidden, denominators = residuals
     dhidden, dlast = cotangents[0].astype(v.dtype), materialize(cotangents[1])
     b, _, _, qk_dim = q.shape
     segments, scale = rows.row.shape[0] // b, qk_dim**-0.5
@@ -173,7 +174,7 @@ def _backward(tiling, eps, interpret, residuals, cotangents):
     leaving = leaving + jnp.sum(_of_segment(memories.last_normalizer, -1, segments) * dlast.normalizer, axis=-1)
     dlog_forget = _flow(_whole(q_dq - k_dk, b), leaving, resets, tiling.chunk_size)
     dstate = None
-    if not from_empty:
+    if given is not None:
         first, first_normalizer = (_of_segment(x, 0, segments) for x in (dmemories.last, dmemories.last_normalizer))
         dstate = MLSTMState(first, first_normalizer, jnp.zeros_like(dlast.stabilizer))
     return (
