@@ -95,7 +95,7 @@ def _describe_kernels(shape: Any) -> str:
         "slstm": lambda: choose_slstm(shape.embedding_dim // heads, dtype),
     }
     lines = []
-    for kind in dict.fromkeys(shape.kinds):
+    for kind in [kind for kind in chosen if kind in shape.kinds]:
         name, backend = ("sLSTM", shape.slstm_backend) if kind == "slstm" else ("mLSTM", shape.mlstm_backend)
         lines.append(f"{name}: {chosen[kind]()[1] if backend == 'auto' else backend}")
     return "\n".join(dict.fromkeys(lines))
