@@ -179,7 +179,9 @@ def _mosaic_of_any_length(q, k, v, log_input, log_forget, state, resets, *, eps)
 
     tiling = choose_tiling(q.shape[-1], v.shape[-1], q.shape[1])
     arrays = _padded(q, k, v, log_input, log_forget, resets, multiple=tiling.chunk_size)
-    result: Any = mlstm_mosaic(*arrays[:5], state, arrays[5], tiling, eps, None)
+    # Traced and lowered once for all layers of a model, which takes seconds.
+    run: Any = jax.jit(mlstm_mosaic, static_argnums=(7, 8, 9))
+    result = run(*arrays[:5], state, arrays[5], tiling, eps, None)
     hidden, last = result
     return hidden[:, : q.shape[1]], last
 

@@ -1,6 +1,8 @@
 """From hidden states to logits, and to the losses of targets without ever holding all logits."""
 
+import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ from xlstm_jax.distributed.array_utils import axis_index, axis_size, gather_whol
 from xlstm_jax.distributed.data_parallel import shard_module_params
 from xlstm_jax.distributed.dense import SplitKernel
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
+from xlstm_jax.kernels.cross_entropy import api as cross_entropy
+from xlstm_jax.kernels.cross_entropy.plain import compute_logits
 from xlstm_jax.models.shared.utils import soft_cap_logits
 
 
@@ -59,46 +63,52 @@ class LMHead(nn.Module):
             kernel = project(x.shape[-1])
         else:
             kernel = split_array_over_mesh(embedding, self.axis_name, split_axis=0).T
-        kernel = kernel.astype(self.dtype)
         if targets is None:
-            return gather_whole(self._logits(x, kernel), (None,) * (x.ndim - 1) + (self.axis_name,))
-        return self._losses(x, kernel, targets)
-
-    def _logits(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """Compute the logits of this device's part of the vocabulary."""
-        logits = jnp.matmul(x, kernel, preferred_element_type=jnp.promote_types(self.dtype, jnp.float32))
-        return soft_cap_logits(logits, self.logits_soft_cap)
-
-    def _losses(self, x: jax.Array, kernel: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Compute losses a few tokens at a time; their logits are computed again in the backward pass."""
-        num_tokens = targets.size
-        chunk_size = min(self.tokens_per_chunk, num_tokens)
-        padding = -num_tokens % chunk_size
-        rows = jnp.pad(x.reshape(num_tokens, -1), ((0, padding), (0, 0)))
-        chunks = (
-            rows.reshape(-1, chunk_size, x.shape[-1]),
-            jnp.pad(targets.reshape(-1), (0, padding)).reshape(-1, chunk_size),
-        )
-
-        @jax.checkpoint
-        def of_chunk(chunk):
-            return _cross_entropy(self._logits(chunk[0], kernel), chunk[1], self.axis_name)
-
-        losses, hits = (y.reshape(-1)[:num_tokens].reshape(targets.shape) for y in lax.map(of_chunk, chunks))
+            logits = compute_logits(x, kernel, dtype=self.dtype, cap=self.logits_soft_cap)
+            return gather_whole(logits, (None,) * (x.ndim - 1) + (self.axis_name,))
+        options = _Options(jnp.dtype(self.dtype), self.logits_soft_cap, self.tokens_per_chunk)
+        results: Any = _losses(x.reshape(-1, x.shape[-1]), kernel, targets.reshape(-1), self.axis_name, options)
+        losses, hits = (y.reshape(targets.shape) for y in results)
         return losses, hits
 
 
-def _cross_entropy(logits: jax.Array, targets: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Compute the cross-entropy of targets with logits whose vocabulary is split over a mesh axis."""
-    is_split = axis_size(axis_name) > 1
-    largest = lax.stop_gradient(jnp.max(logits, axis=-1))
-    largest = lax.pmax(largest, axis_name) if is_split else largest
-    index = targets - axis_index(axis_name) * logits.shape[-1]
-    is_here = (index >= 0) & (index < logits.shape[-1])
-    own = jnp.take_along_axis(logits, jnp.clip(index, 0, logits.shape[-1] - 1)[..., None], axis=-1)[..., 0]
-    parts = jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), jnp.where(is_here, own, 0.0)
-    total, target_logit = lax.psum(parts, axis_name) if is_split else parts
-    return jnp.log(total) + largest - target_logit, target_logit >= largest
+class _Options(NamedTuple):
+    """How logits are computed."""
+
+    dtype: jnp.dtype
+    cap: float | None
+    tokens_per_chunk: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _losses(
+    x: jax.Array, kernel: jax.Array, targets: jax.Array, axis_name: str, options: _Options
+) -> tuple[jax.Array, jax.Array]:
+    """Compute for each token the cross-entropy of its target, and whether that has the largest logit."""
+    results, _ = _losses_forward(x, kernel, targets, axis_name, options)
+    return results
+
+
+def _losses_forward(x, kernel, targets, axis_name, options):
+    own_targets = targets - axis_index(axis_name) * kernel.shape[-1]
+    largest, totals, target_logits = cross_entropy.vocabulary_sums(x, kernel, own_targets, **options._asdict())
+    if axis_size(axis_name) > 1:
+        own_largest, largest = largest, lax.pmax(largest, axis_name)
+        totals, target_logits = lax.psum((totals * jnp.exp(own_largest - largest), target_logits), axis_name)
+    log_totals = jnp.log(totals) + largest
+    return (log_totals - target_logits, target_logits >= largest), (x, kernel, own_targets, log_totals)
+
+
+def _losses_backward(axis_name, options, residuals, cotangents):
+    dlosses = cotangents[0]
+    if axis_size(axis_name) > 1:  # as every device computed all losses
+        dlosses = lax.psum(dlosses, axis_name)
+    x, kernel, own_targets, log_totals = residuals
+    dx, dkernel = cross_entropy.gradients(x, kernel, own_targets, log_totals, dlosses, **options._asdict())
+    return dx, dkernel, None
+
+
+_losses.defvjp(_losses_forward, _losses_backward)
 
 
 class TPLMHead(nn.Module):

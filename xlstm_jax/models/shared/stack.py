@@ -81,8 +81,14 @@ class BlockStack(nn.Module):
         if is_scanned(self.kinds, self.scan):
             return self._scan(x, states, context, init_key, dropout_key)
         new_states = []
+        pattern = period(self.kinds)
+        drawn = self._init_pattern(x, context, init_key) if self.is_initializing() else []
         for index, kind in enumerate(self.kinds):
-            params = self._params(f"block_{index}", lambda: self._init_block(kind, x, context, init_key, index))  # noqa: B023
+            repetition, place = divmod(index, len(pattern))
+            params = self._params(
+                f"block_{index}",
+                lambda place=place, repetition=repetition: jax.tree.map(lambda leaf: leaf[repetition], drawn[place]),
+            )
             x, state, sown = self._run(kind)(params, x, states[index], context, index, dropout_key)
             self._keep_intermediates(f"block_{index}", sown)
             new_states.append(state)
@@ -92,14 +98,8 @@ class BlockStack(nn.Module):
         pattern = period(self.kinds)
         repetitions = jnp.arange(len(self.kinds) // len(pattern))
 
-        def init_pattern(repetition):
-            return [
-                self._init_block(kind, x, context, init_key, repetition * len(pattern) + place)
-                for place, kind in enumerate(pattern)
-            ]
-
         def init_all():
-            stacked = jax.lax.map(init_pattern, repetitions)
+            stacked = self._init_pattern(x, context, init_key)
             return _unlist(jax.tree.map(_add_leading_axis, stacked, is_leaf=is_partitioned))
 
         params = _enlist(self._params("block", init_all), len(pattern))
@@ -124,6 +124,18 @@ class BlockStack(nn.Module):
         if self.is_initializing():
             return self.param(name, lambda _: init(), unbox=False)
         return self.get_variable("params", name)
+
+    def _init_pattern(self, x: jax.Array, context: Context, key: Any) -> list[PyTree]:
+        """Draw the parameters of all repetitions of each place of the pattern, in a loop, which compiles once."""
+        pattern = period(self.kinds)
+
+        def of_repetition(repetition):
+            return [
+                self._init_block(kind, x, context, key, repetition * len(pattern) + place)
+                for place, kind in enumerate(pattern)
+            ]
+
+        return jax.lax.map(of_repetition, jnp.arange(len(self.kinds) // len(pattern)))
 
     def _init_block(self, kind: str, x: jax.Array, context: Context, key: Any, index: jax.Array | int) -> PyTree:
         context = dataclasses.replace(context, train=False, block_index=index)

@@ -1,0 +1,168 @@
+"""The cross-entropy over a vocabulary: in plain JAX, and in kernels for Hopper GPUs, lowered and simulated anywhere."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xlstm_jax.kernels.cross_entropy import api, plain
+from xlstm_jax.kernels.cross_entropy.tiling import ENOUGH, NUM_CLUSTERS, num_splits
+from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
+
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
+needs_hopper = pytest.mark.skipif(hopper_problem() is not None, reason="there is no Hopper GPU")
+on_a_simulated_gpu = pytest.mark.skipif(hopper_problem() is None, reason="the kernels themselves are tested here")
+NAMES = ["loss", "largest", "dx", "dkernel"]
+
+
+def drawn(num_tokens, num_features, vocab_size, *, dtype=jnp.bfloat16):
+    """Draw features, a kernel, targets of which some are in no part of the vocabulary, and gradients of losses."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (num_tokens, num_features), dtype)
+    kernel = 2.0 * num_features**-0.5 * jax.random.normal(keys[1], (num_features, vocab_size))
+    targets = jax.random.randint(keys[2], (num_tokens,), -vocab_size // 4, vocab_size)
+    return x, kernel, targets, jax.random.normal(keys[3], (num_tokens,))
+
+
+def exact(x, kernel, targets, dlosses, cap):
+    """Compute losses, largest logits and gradients in float64, by differentiation."""
+    with jax.enable_x64(True):
+        x, kernel, dlosses = (jnp.asarray(y, jnp.float64) for y in (x, kernel, dlosses))
+
+        def losses(x, kernel):
+            logits = x @ kernel
+            logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+            hot = jax.nn.one_hot(targets, kernel.shape[1])
+            return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * hot, axis=-1), jnp.max(logits, axis=-1)
+
+        values, backward, largest = jax.vjp(losses, x, kernel, has_aux=True)
+        return dict(zip(NAMES, (values, largest, *backward(dlosses)), strict=True))
+
+
+def put_together(sums, gradients, x, kernel, targets, dlosses):
+    """Compute the same from the two halves."""
+    largest, totals, target_logits = sums(x, kernel, targets)
+    log_totals = jnp.log(totals) + largest
+    results = log_totals - target_logits, largest, *gradients(x, kernel, targets, log_totals, dlosses)
+    return dict(zip(NAMES, results, strict=True))
+
+
+def in_plain_jax(x, kernel, targets, dlosses, *, dtype, cap, tokens_per_chunk):
+    options = {"dtype": dtype, "cap": cap, "tokens_per_chunk": tokens_per_chunk}
+    sums, gradients = (functools.partial(f, **options) for f in (plain.vocabulary_sums, api.gradients))
+    return put_together(sums, gradients, x, kernel, targets, dlosses)
+
+
+def assert_near(actual, expected, limit):
+    for name in NAMES:
+        a, e = (np.asarray(x[name], np.float64) for x in (actual, expected))
+        error = np.linalg.norm(a - e) / np.linalg.norm(e)
+        assert error < limit, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("tokens_per_chunk", [7, 16, 1000])
+def test_plain_jax_computes_losses_and_gradients(cap, tokens_per_chunk):
+    arrays = drawn(48, 24, 100, dtype=jnp.float32)
+    actual = in_plain_jax(*arrays, dtype=jnp.float32, cap=cap, tokens_per_chunk=tokens_per_chunk)
+    assert_near(actual, exact(*arrays, cap), 1e-5)
+
+
+def test_the_kernel_s_gradient_does_not_suffer_from_many_chunks_in_bfloat16():
+    arrays = drawn(4096, 32, 64)
+    narrow = arrays[0], arrays[1].astype(jnp.bfloat16).astype(jnp.float32), *arrays[2:]
+    expected = exact(*narrow, None)
+    errors = []
+    for tokens_per_chunk in (8, 4096):
+        actual = in_plain_jax(*arrays, dtype=jnp.bfloat16, cap=None, tokens_per_chunk=tokens_per_chunk)
+        errors.append(np.linalg.norm(np.asarray(actual["dkernel"], np.float64) - np.asarray(expected["dkernel"])))
+    assert errors[0] < 1.1 * errors[1]
+
+
+@needs_mosaic
+@on_a_simulated_gpu
+@pytest.mark.parametrize(("vocab_size", "cap"), [(512, 3.0), (320, None)])  # the second does not end with a tile
+def test_simulated_kernels_compute_losses_and_gradients(vocab_size, cap, monkeypatch):
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    from xlstm_jax.kernels.cross_entropy import mosaic
+
+    x, kernel, targets, dlosses = drawn(256, 128, vocab_size)
+    kernel = kernel.astype(jnp.bfloat16)
+    monkeypatch.setattr(mosaic, "num_splits", lambda _: 2)
+    options = {"cap": cap, "interpret": plgpu.InterpretGPUParams()}
+
+    def gradients(*arrays):
+        dlogits = mosaic.logit_gradients(*arrays, dlosses, **options).astype(jnp.float32)
+        return dlogits @ kernel.astype(jnp.float32).T, x.astype(jnp.float32).T @ dlogits
+
+    sums = functools.partial(mosaic.vocabulary_sums, **options)
+    actual = put_together(sums, lambda *arrays: gradients(*arrays[:4]), x, kernel, targets, dlosses)
+    expected = exact(x, kernel, targets, dlosses, cap)
+    assert_near(
+        {name: actual[name] for name in NAMES[:2]} | {name: expected[name] for name in NAMES[2:]}, expected, 1e-5
+    )
+    assert_near(actual, expected, 3e-3)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("num_features", "vocab_size"), [(64, 50304), (768, 50240), (4096, 32000)])
+def test_kernels_lower_for_a_gpu(num_features, vocab_size):
+    from xlstm_jax.kernels.cross_entropy import mosaic
+
+    x, kernel, targets, dlosses = jax.eval_shape(functools.partial(drawn, 1024, num_features, vocab_size))
+    kernel = jax.ShapeDtypeStruct(kernel.shape, jnp.bfloat16)
+
+    def run(x, kernel, targets, dlosses):
+        largest, totals, _ = mosaic.vocabulary_sums(x, kernel, targets, cap=30.0)
+        return mosaic.logit_gradients(x, kernel, targets, jnp.log(totals) + largest, dlosses, cap=30.0)
+
+    lowered = jax.jit(run).trace(x, kernel, targets, dlosses).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu_v2") >= 2
+
+
+@needs_hopper
+@pytest.mark.parametrize(("num_features", "vocab_size"), [(768, 50304), (2048, 32064)])
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_kernels_are_as_exact_as_plain_jax(num_features, vocab_size, cap, monkeypatch):
+    arrays = drawn(2048, num_features, vocab_size)
+    options = {"dtype": jnp.bfloat16, "cap": cap, "tokens_per_chunk": 1024}
+    sums, gradients = (functools.partial(f, **options) for f in (api.vocabulary_sums, api.gradients))
+    monkeypatch.setattr(api, "auto_problem", lambda: None)
+    assert api.fused_problem(1024, *arrays[1].shape, jnp.bfloat16) is None
+    fused = jax.jit(functools.partial(put_together, sums, gradients))(*arrays)
+    monkeypatch.setattr(api, "auto_problem", lambda: "not here")
+    usual = jax.jit(functools.partial(in_plain_jax, **options))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        narrow = arrays[0].astype(jnp.float32), arrays[1].astype(jnp.bfloat16).astype(jnp.float32), *arrays[2:]
+        expected = jax.jit(functools.partial(in_plain_jax, **options | {"dtype": jnp.float32}))(*narrow)
+    for name in NAMES:
+        distances = [
+            np.linalg.norm(np.asarray(results[name], np.float64) - np.asarray(expected[name], np.float64))
+            for results in (fused, usual)
+        ]
+        size = np.linalg.norm(np.asarray(expected[name], np.float64))
+        assert distances[0] < 1.5 * distances[1] + 1e-6 * size, f"{name}: {distances[0] / size:.2e}"
+
+
+@pytest.mark.parametrize("num_tokens", [1024, 4096, 8192, 16384, 32768, 65536])
+def test_the_vocabulary_is_cut_until_a_gpu_is_full(num_tokens):
+    clusters = num_tokens // 256 * num_splits(num_tokens)
+    assert clusters <= NUM_CLUSTERS // 2 or clusters / (NUM_CLUSTERS * -(-clusters // NUM_CLUSTERS)) >= ENOUGH - 0.05
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "dtype", "words"),
+    [
+        (1024, (64, 512), jnp.float32, "bfloat16, not in float32"),
+        (1000, (64, 512), jnp.bfloat16, "256 tokens, not 1000"),
+        (1024, (96, 512), jnp.bfloat16, "64 features, not 96"),
+        (1024, (64, 50257), jnp.bfloat16, "64 logits of a token, not 50257"),
+    ],
+)
+def test_what_no_kernel_fits_is_computed_in_plain_jax(num_tokens, shape, dtype, words):
+    problem = api.fused_problem(num_tokens, *shape, dtype)
+    assert problem is not None
+    assert words in problem

@@ -1,0 +1,96 @@
+"""The cross-entropy of targets from features: each token's loss, and gradients, without keeping logits.
+
+The vocabulary may be split over devices, so there are two halves, between which what devices found is put together.
+Plain JAX computes the logits of a few tokens at a time; on Hopper GPUs, the forward pass has none in memory at all.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from xlstm_jax.kernels.cross_entropy import plain
+from xlstm_jax.kernels.cross_entropy.tiling import tiling_problem
+from xlstm_jax.kernels.hopper import auto_problem
+
+
+def vocabulary_sums(
+    x: Float[Array, "t d"],
+    kernel: Float[Array, "d v"],
+    targets: Int[Array, " t"],
+    *,
+    dtype: DTypeLike,
+    cap: float | None,
+    tokens_per_chunk: int,
+) -> tuple[Float[Array, " t"], Float[Array, " t"], Float[Array, " t"]]:
+    """Compute each token's largest logit, the sum of the exponentials of its logits less that, and its target's logit.
+
+    Args:
+        x: The features of tokens.
+        kernel: The projection to this device's part of the vocabulary.
+        targets: Where the target of each token is in that part; outside of it if it is in another.
+        dtype: Precision of the products, whose sums are float32 at least.
+        cap: Logits are squashed into (-cap, cap); `None` leaves them as they are.
+        tokens_per_chunk: How many tokens plain JAX treats at once.
+
+    Returns:
+        The three numbers of each token; a logit of zero for a target elsewhere.
+    """
+    if fused_problem(x.shape[0], *kernel.shape, dtype) is None:
+        from xlstm_jax.kernels.cross_entropy import mosaic
+
+        return mosaic.vocabulary_sums(x.astype(dtype), kernel.astype(dtype), targets, cap=cap)
+    return plain.vocabulary_sums(x, kernel, targets, dtype=dtype, cap=cap, tokens_per_chunk=tokens_per_chunk)
+
+
+def gradients(
+    x: Float[Array, "t d"],
+    kernel: Float[Array, "d v"],
+    targets: Int[Array, " t"],
+    log_totals: Float[Array, " t"],
+    dlosses: Float[Array, " t"],
+    *,
+    dtype: DTypeLike,
+    cap: float | None,
+    tokens_per_chunk: int,
+) -> tuple[Float[Array, "t d"], Float[Array, "d v"]]:
+    """Compute the gradients of features and kernel, a few tokens at a time, whose logits are computed again.
+
+    It is written out because JAX would multiply the gradients of logits in float32, at a fraction of the speed of
+    bfloat16, and scatter those of the targets. The gradient of the kernel adds up in the kernel's own precision.
+
+    Args:
+        x: As for `vocabulary_sums`; so are `kernel`, `targets`, `dtype` and `cap`.
+        log_totals: The logarithm of the sum of the exponentials of all logits of each token.
+        dlosses: The gradient of each token's loss.
+        tokens_per_chunk: How many tokens are treated at once.
+    """
+    narrow = kernel.astype(dtype)
+    run: Any = plain.logit_gradients
+    options: dict[str, Any] = {"cap": cap}
+    if fused_problem(min(tokens_per_chunk, x.shape[0]), *kernel.shape, dtype) is None:
+        from xlstm_jax.kernels.cross_entropy import mosaic
+
+        run = mosaic.logit_gradients
+    else:
+        options["dtype"] = dtype
+
+    def of_chunk(dkernel: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        features, *rest = chunk
+        features = features.astype(dtype)
+        dlogits = run(features, narrow, *rest, **options)
+        dfeatures = jnp.matmul(dlogits, narrow.T, preferred_element_type=x.dtype)
+        return dkernel + jnp.matmul(features.T, dlogits, preferred_element_type=kernel.dtype), dfeatures
+
+    chunks = plain.cut_into_chunks((x, targets, log_totals, dlosses), tokens_per_chunk)
+    dkernel, dx = jax.lax.scan(of_chunk, jnp.zeros_like(kernel), chunks)
+    return dx.reshape(-1, x.shape[-1])[: x.shape[0]], dkernel
+
+
+def fused_problem(num_tokens: int, num_features: int, vocab_size: int, dtype: DTypeLike) -> str | None:
+    """Return why logits are computed in plain JAX, or `None` if the kernels for Hopper GPUs compute them."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"the kernels for Hopper GPUs multiply in bfloat16, not in {jnp.dtype(dtype).name}"
+    return tiling_problem(num_tokens, num_features, vocab_size) or auto_problem()

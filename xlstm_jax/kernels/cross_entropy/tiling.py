@@ -1,0 +1,42 @@
+"""How the kernels for Hopper GPUs cut logits into tiles: plain numbers, known before anything runs."""
+
+TILE = 64
+"""Tokens of a warpgroup, and features that are multiplied at once."""
+ROWS = 2 * TILE
+"""Tokens of a block."""
+COLUMNS = 256
+"""Logits of a token that a warpgroup computes at once."""
+CLUSTER = 2
+"""Blocks that load the kernel together."""
+NUM_CLUSTERS = 132 // CLUSTER
+"""How many run at once on an H100 or H200."""
+MAX_SPLITS = 8
+ENOUGH = 0.9
+"""The share of a GPU that should be busy."""
+MULTIPLE_OF_TOKENS = CLUSTER * ROWS
+MULTIPLE_OF_FEATURES = TILE
+MULTIPLE_OF_VOCABULARY = 64
+
+
+def num_splits(num_tokens: int) -> int:
+    """Return into how many parts to cut the vocabulary so that the blocks fill a GPU evenly."""
+    clusters = num_tokens // MULTIPLE_OF_TOKENS
+
+    def share(splits: int) -> float:
+        rounds = -(-clusters * splits // NUM_CLUSTERS)
+        return clusters * splits / (NUM_CLUSTERS * rounds)
+
+    candidates = range(1, MAX_SPLITS + 1)
+    return next((splits for splits in candidates if share(splits) >= ENOUGH), max(candidates, key=share))
+
+
+def tiling_problem(num_tokens: int, num_features: int, vocab_size: int) -> str | None:
+    """Return why there is no kernel for a size, or `None` if there is one."""
+    for name, value, multiple in (
+        ("tokens", num_tokens, MULTIPLE_OF_TOKENS),
+        ("features", num_features, MULTIPLE_OF_FEATURES),
+        ("logits of a token", vocab_size, MULTIPLE_OF_VOCABULARY),
+    ):
+        if value % multiple:
+            return f"the kernels for Hopper GPUs need a multiple of {multiple} {name}, not {value}"
+    return None
