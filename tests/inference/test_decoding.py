@@ -48,3 +48,4 @@ def test_blocks_lie_apart_and_layers_that_share_an_input_together():
         "ffn.down.kernel",
     }
     assert kernels["block_stack.block_3.mlstm.q+k+v+ogate.kernel"] == (16, 8 + 8 + 16 + 16)
+    assert kernels["block_stack.block_3.mlstm.igate+fgate.kernel"] == (2 + 2, 16)  # outputs first

@@ -9,14 +9,6 @@ HOPPER = "9.0"
 """The compute capability of H100 and H200."""
 
 
-UNMEASURED = "the kernels for Hopper GPUs, `mosaic`, have to be asked for until they are measured at all sizes"
-
-
-def auto_problem() -> str | None:
-    """Return why `auto` does not take kernels for Hopper GPUs here, or `None` if it does where one fits."""
-    return hopper_problem() or UNMEASURED
-
-
 @functools.cache
 def hopper_problem() -> str | None:
     """Return why kernels written for Hopper GPUs cannot run here, or `None` where they can."""

@@ -130,10 +130,10 @@ def test_kernels_are_as_exact_as_plain_jax(num_features, vocab_size, cap, monkey
     arrays = drawn(2048, num_features, vocab_size)
     options = {"dtype": jnp.bfloat16, "cap": cap, "tokens_per_chunk": 1024}
     sums, gradients = (functools.partial(f, **options) for f in (api.vocabulary_sums, api.gradients))
-    monkeypatch.setattr(api, "auto_problem", lambda: None)
+    monkeypatch.setattr(api, "hopper_problem", lambda: None)
     assert api.fused_problem(1024, *arrays[1].shape, jnp.bfloat16) is None
     fused = jax.jit(functools.partial(put_together, sums, gradients))(*arrays)
-    monkeypatch.setattr(api, "auto_problem", lambda: "not here")
+    monkeypatch.setattr(api, "hopper_problem", lambda: "not here")
     usual = jax.jit(functools.partial(in_plain_jax, **options))(*arrays)
     with jax.default_matmul_precision("highest"):
         narrow = arrays[0].astype(jnp.float32), arrays[1].astype(jnp.bfloat16).astype(jnp.float32), *arrays[2:]

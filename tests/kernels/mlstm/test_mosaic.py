@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xlstm_jax.kernels.hopper import NEEDED_JAX, UNMEASURED, hopper_problem
+from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
 from xlstm_jax.kernels.mlstm import MLSTMState, mlstm
 from xlstm_jax.kernels.mlstm.api import choose_backend, resolve_backend
 from xlstm_jax.kernels.mlstm.arg_specs import ArgSpec
@@ -146,6 +146,24 @@ def test_simulated_kernels_compute_the_reference_and_all_its_gradients(
     assert_small(actual, exact(spec, **options))
 
 
+WIDE = {"output_stages": 1, "output_slots": 5, "pair_stages": 1, "pair_slots": 3, "pair_vectors_fit": False}
+"""What is different in tilings of wide heads."""
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [({}, {"with_state": False}), (WIDE, {"reset_rate": 0.01})],
+)
+def test_long_chunks_are_right_where_shared_memory_is_plenty_and_where_it_is_short(changes, options, monkeypatch):
+    spec = ArgSpec(1, 512, 1, 64, 128, igate_mean=4.0, fgate_mean=5.0)
+    for module in ("items", "tiling"):
+        monkeypatch.setattr(f"xlstm_jax.kernels.mlstm.mosaic.{module}.NUM_SMS", 1)  # one block has all pieces of work
+    for name, value in changes.items():
+        monkeypatch.setattr(Tiling, name, value)
+    assert_small(simulated(spec, Tiling(64, 128, chunk_size=256), **options), exact(spec, **options))
+
+
 def test_few_heads_cut_their_sequences_until_a_gpu_is_full():
     tiling = choose_tiling(256, 512, 65536)
     assert num_segments(64, tiling, 256) == 1
@@ -171,9 +189,12 @@ def test_kernels_that_cannot_run_say_why(key):
     assert choose_backend() == ("chunkwise", f"the chunkwise form in plain JAX, as {hopper_problem()}")
 
 
-def test_auto_leaves_kernels_alone_that_are_not_measured(monkeypatch):
-    monkeypatch.setattr("xlstm_jax.kernels.hopper.hopper_problem", lambda: None)
-    assert choose_backend() == ("chunkwise", f"the chunkwise form in plain JAX, as {UNMEASURED}")
+@pytest.mark.parametrize(
+    ("arguments", "form"), [(["bfloat16"], "mosaic"), (["float32"], "chunkwise"), (["bfloat16", 96, 192], "chunkwise")]
+)
+def test_auto_takes_the_kernels_where_there_is_one(arguments, form, monkeypatch):
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_problem", lambda: None)
+    assert choose_backend(*arguments)[0] == form
 
 
 def test_kernels_compute_in_bfloat16_only():

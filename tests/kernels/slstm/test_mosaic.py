@@ -34,7 +34,6 @@ VARIANTS = {
 def hopper(monkeypatch):
     """Let the kernel be chosen, whatever the device."""
     monkeypatch.setattr(limits, "hopper_problem", lambda: None)
-    monkeypatch.setattr(api, "auto_problem", lambda: None)
 
 
 @pytest.fixture
@@ -268,7 +267,7 @@ def test_the_kernel_is_refused_where_there_is_no_hopper_gpu(key):
 
 
 def test_auto_says_why_it_does_not_pick_the_kernel(caplog, monkeypatch):
-    monkeypatch.setattr(api, "auto_problem", lambda: "this GPU is older")
+    monkeypatch.setattr(limits, "hopper_problem", lambda: "this GPU is older")
     say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="xlstm_jax.kernels.slstm.api"):
         assert api.resolve_backend("auto") == "recompute"

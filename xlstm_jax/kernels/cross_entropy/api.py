@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from xlstm_jax.kernels.cross_entropy import plain
 from xlstm_jax.kernels.cross_entropy.tiling import tiling_problem
-from xlstm_jax.kernels.hopper import auto_problem
+from xlstm_jax.kernels.hopper import hopper_problem
 
 
 def vocabulary_sums(
@@ -93,4 +93,4 @@ def fused_problem(num_tokens: int, num_features: int, vocab_size: int, dtype: DT
     """Return why logits are computed in plain JAX, or `None` if the kernels for Hopper GPUs compute them."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the kernels for Hopper GPUs multiply in bfloat16, not in {jnp.dtype(dtype).name}"
-    return tiling_problem(num_tokens, num_features, vocab_size) or auto_problem()
+    return tiling_problem(num_tokens, num_features, vocab_size) or hopper_problem()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from xlstm_jax.kernels.hopper import auto_problem, hopper_problem
+from xlstm_jax.kernels.hopper import hopper_problem
 from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm import reference
@@ -95,8 +95,7 @@ def mlstm_step(
     dtype = state.memory.dtype
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
-    problems = {"auto": auto_problem, "mosaic": hopper_problem}
-    problem = problems[backend]() if backend in problems else f"{backend} is the backend"
+    problem = hopper_problem() if backend in ("auto", "mosaic") else f"{backend} is the backend"
     if problem is None:
         from xlstm_jax.kernels.mlstm.mosaic.step import mosaic_step, step_problem
 
@@ -125,7 +124,7 @@ def choose_backend(dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: in
         qk_dim: The size of a head's queries and keys.
         v_dim: The size of a head's values.
     """
-    if problem := auto_problem() or mosaic_problem(dtype, qk_dim, v_dim):
+    if problem := mosaic_problem(dtype, qk_dim, v_dim):
         return "chunkwise", f"the chunkwise form in plain JAX, as {problem}"
     return "mosaic", "the chunkwise form in kernels for Hopper GPUs"
 

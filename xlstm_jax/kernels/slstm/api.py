@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from xlstm_jax.kernels.hopper import auto_problem
 from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.slstm import reference
 from xlstm_jax.kernels.slstm.mosaic.limits import HEAD_DIMS, ROWS, mosaic_problem
@@ -85,7 +84,7 @@ def choose_backend(
         state_dtype: Precision of the memory.
         num_cells: Units of all heads at all positions of all sequences, in whole groups of `ROWS` sequences.
     """
-    problem = auto_problem() or mosaic_problem(head_dim, recurrent_dtype, state_dtype, num_cells)
+    problem = mosaic_problem(head_dim, recurrent_dtype, state_dtype, num_cells)
     if problem is None:
         return (
             "mosaic",

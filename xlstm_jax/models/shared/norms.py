@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import lax
 from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.array_utils import axis_size
 from xlstm_jax.distributed.dense import SplitModule
+from xlstm_jax.kernels.norms import gated_head_norm, rms_norm, rms_norm_with_skip
+from xlstm_jax.kernels.norms.reference import head_norm, standardize
 
 
 class RMSNorm(nn.Module):
@@ -21,13 +22,17 @@ class RMSNorm(nn.Module):
     eps: float = 1e-6
     param_dtype: DTypeLike = jnp.float32
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the normalised features, in the precision of the inputs."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * scale.astype(x.dtype)
+        return rms_norm(x, self._scale(x.shape[-1]), eps=self.eps)
+
+    def with_skip(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the features as they are, for a residual stream, and normalised."""
+        return rms_norm_with_skip(x, self._scale(x.shape[-1]), eps=self.eps)
+
+    @nn.compact
+    def _scale(self, width: int) -> jax.Array:
+        return self.param("scale", nn.initializers.ones, (width,), self.param_dtype)
 
 
 class LayerNorm(nn.Module):
@@ -47,6 +52,10 @@ class LayerNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
         return standardize(x, self.eps) * scale.astype(x.dtype)
 
+    def with_skip(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the features as they are, for a residual stream, and normalised."""
+        return x, self(x)
+
 
 class MultiHeadNorm(SplitModule):
     """`LayerNorm` over the features of each head by itself; heads may be split over a mesh axis.
@@ -61,17 +70,15 @@ class MultiHeadNorm(SplitModule):
     eps: float = 1e-6
     param_dtype: DTypeLike = jnp.float32
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `[..., heads, features]` and return `[..., heads * features]`."""
-        flat = standardize(x, self.eps).reshape(*x.shape[:-2], -1)
-        shape = (flat.shape[-1] * axis_size(self.axis_name),)
-        scale = self.split_param("scale", nn.initializers.ones, shape, self.param_dtype, 0, self.axis_name)
-        return flat * scale.astype(x.dtype)
+        return head_norm(x, self._scale(x), eps=self.eps)
 
+    def gated(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        """Normalise `[..., heads, features]` and multiply by the sigmoid of `[..., heads * features]`."""
+        return gated_head_norm(x, gate, self._scale(x), eps=self.eps)
 
-def standardize(x: jax.Array, eps: float) -> jax.Array:
-    """Subtract the mean of the last axis and divide by its deviation, in float32 at least."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    return (wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    @nn.compact
+    def _scale(self, x: jax.Array) -> jax.Array:
+        shape = (x.shape[-2] * x.shape[-1] * axis_size(self.axis_name),)
+        return self.split_param("scale", nn.initializers.ones, shape, self.param_dtype, 0, self.axis_name)

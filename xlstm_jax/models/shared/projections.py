@@ -2,6 +2,7 @@
 
 Models are trained and saved with separate kernels. For one token at a time it is the number of products that counts, so
 decoding may lay them side by side first: those of the layers `q`, `k` and `v` are then the kernel of a layer `q+k+v`.
+Those of a few outputs are transposed too, as a sum along the rows of a matrix is faster than one along short columns.
 """
 
 from collections.abc import Mapping
@@ -11,12 +12,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.array_utils import axis_size
-from xlstm_jax.distributed.dense import ColumnDense
+from xlstm_jax.distributed.dense import ColumnDense, SplitModule
 
-GROUPS = ("q", "k", "v", "ogate"), ("igate", "fgate"), ("gate", "up")
+GATES = ("igate", "fgate")
+GROUPS = ("q", "k", "v", "ogate"), GATES, ("gate", "up")
 """The layers of an `mlstm` block that share an input, in the order in which `project` gets them."""
+
+
+class TransposedDense(SplitModule):
+    """A `ColumnDense` whose kernel is stored as `[outputs, inputs]`.
+
+    Attributes:
+        features: The number of output features over all devices.
+        axis_name: The mesh axis.
+        use_bias: Whether to add a bias.
+        dtype: Precision of the computation.
+        param_dtype: Precision of the parameters.
+    """
+
+    features: int
+    axis_name: str
+    use_bias: bool = False
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return this device's outputs for whole inputs."""
+
+        def param(name: str, shape: tuple[int, ...]) -> jax.Array:
+            zeros = nn.initializers.zeros
+            return self.split_param(name, zeros, shape, self.param_dtype, 0, self.axis_name).astype(self.dtype)
+
+        y = x.astype(self.dtype) @ param("kernel", (self.features, x.shape[-1])).T
+        return y + param("bias", (self.features,)) if self.use_bias else y
 
 
 def project(module: nn.Module, x: jax.Array, layers: Mapping[str, Mapping[str, Any]], **common: Any) -> list[jax.Array]:
@@ -36,7 +68,8 @@ def project(module: nn.Module, x: jax.Array, layers: Mapping[str, Mapping[str, A
         return [ColumnDense(name=name, **arguments, **common)(x) for name, arguments in layers.items()]
     features = [arguments["features"] for arguments in layers.values()]
     ends = np.cumsum(features) // axis_size(common["axis_name"])
-    return jnp.split(ColumnDense(sum(features), name=together, **common)(x), ends[:-1], axis=-1)
+    dense = TransposedDense if tuple(layers) == GATES else ColumnDense
+    return jnp.split(dense(sum(features), name=together, **common)(x), ends[:-1], axis=-1)
 
 
 def lay_side_by_side(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,5 +85,8 @@ def lay_side_by_side(params: Mapping[str, Any]) -> dict[str, Any]:
     for group in GROUPS:
         if all(isinstance(tree.get(name), Mapping) for name in group):
             parts = [tree.pop(name) for name in group]
-            tree["+".join(group)] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *parts)
+            merged = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *parts)
+            if group == GATES:
+                merged["kernel"] = merged["kernel"].T
+            tree["+".join(group)] = merged
     return tree

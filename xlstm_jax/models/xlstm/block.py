@@ -72,7 +72,8 @@ class Block(nn.Module):
         norm = functools.partial(create_norm, config, kind.norm or config.norm)
         dropout = nn.Dropout(config.dropout_rate, deterministic=not context.train)
         layer = kind.layer(config, name=kind.layer_name)
-        y, state = layer(norm(name=f"norm_{kind.layer_name}")(x), state, context)
+        x, normed = norm(name=f"norm_{kind.layer_name}").with_skip(x)
+        y, state = layer(normed, state, context)
         x = x + dropout(y)
         if kind.ffn is not None:
             feed_forward = GatedFeedForward(
@@ -85,12 +86,13 @@ class Block(nn.Module):
                 param_dtype=jnp.dtype(config.param_dtype),
                 name="ffn",
             )
-            x = x + dropout(feed_forward(norm(name="norm_ffn")(x)))
+            x, normed = norm(name="norm_ffn").with_skip(x)
+            x = x + dropout(feed_forward(normed))
         sow_spread(self, block_output=x)
         return x, state
 
 
-def create_norm(config: XLSTMConfig, norm: str, name: str) -> nn.Module:
+def create_norm(config: XLSTMConfig, norm: str, name: str) -> RMSNorm | LayerNorm:
     """Create a norm over all features."""
     return {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[norm](config.norm_eps, jnp.dtype(config.param_dtype), name=name)
 

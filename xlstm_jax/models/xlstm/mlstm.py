@@ -10,11 +10,12 @@ from flax import linen as nn
 from xlstm_jax.distributed.array_utils import axis_size
 from xlstm_jax.distributed.dense import RowDense
 from xlstm_jax.kernels.mlstm import MLSTMState, empty_state, mlstm, mlstm_step
+from xlstm_jax.kernels.norms.reference import standardize
 from xlstm_jax.models.shared.init import small_init, wang_init
-from xlstm_jax.models.shared.norms import MultiHeadNorm, standardize
+from xlstm_jax.models.shared.norms import MultiHeadNorm
 from xlstm_jax.models.shared.projections import project
 from xlstm_jax.models.shared.stack import Context
-from xlstm_jax.models.shared.statistics import sow_gates, sow_mean, sow_spread
+from xlstm_jax.models.shared.statistics import COLLECTION, sow_gates, sow_mean, sow_spread
 from xlstm_jax.models.shared.utils import soft_cap_logits
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 
@@ -37,17 +38,17 @@ class MLSTMLayer(nn.Module):
         q, k, v = (part.reshape(*x.shape[:-1], num_heads, -1) for part in heads)
         if config.qk_norm:
             q, k = standardize(q, config.norm_eps), standardize(k, config.norm_eps)
-        output_gate = nn.sigmoid(output_gate)
         gate_arguments = common_arguments(config) | {"use_bias": True, "dtype": jnp.dtype(config.gate_dtype)}
         gates = project(self, x, self._gates(), **gate_arguments)
         igate, fgate = (soft_cap_logits(gate, config.gate_soft_cap) for gate in gates)
         hidden, state = run_cell(config, q, k, v, igate, fgate, state, context)
-        normed = MultiHeadNorm(
+        norm = MultiHeadNorm(
             config.parallel.model_axis_name, config.norm_eps, jnp.dtype(config.param_dtype), name="multihead_norm"
-        )(hidden)
-        gated = output_gate * normed
-        sow_mean(self, mean_output_gate=output_gate)
-        sow_cell(self, q=q, k=k, v=v, igate=igate, fgate=fgate, hidden=hidden, normed=normed, gated=gated)
+        )
+        gated = norm.gated(hidden, output_gate)
+        if self.is_mutable_collection(COLLECTION):
+            sow_mean(self, mean_output_gate=nn.sigmoid(output_gate))
+            sow_cell(self, q=q, k=k, v=v, igate=igate, fgate=fgate, hidden=hidden, normed=norm(hidden), gated=gated)
         out = RowDense(
             config.embedding_dim,
             kernel_init=wang_init(config.embedding_dim, config.num_blocks),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from xlstm_jax.kernels.keep import keep
@@ -121,7 +122,8 @@ def _backward(tiling, eps, interpret, residuals, cotangents):
     b, _, _, qk_dim = q.shape
     segments, scale = rows.row.shape[0] // b, qk_dim**-0.5
     aligned = jnp.sum(hidden.astype(jnp.float32) * dhidden.astype(jnp.float32), axis=-1)
-    aligned = jnp.swapaxes(_segmented(aligned, segments), 1, 2)
+    # Behind a barrier: XLA would sum and transpose in one kernel, which takes ten times as long for long sequences.
+    aligned = jnp.swapaxes(_segmented(lax.optimization_barrier(aligned), segments), 1, 2)
     size = jnp.abs(denominators)
     divisor = jnp.maximum(size, rows.floor) + eps
     delta = jnp.where(size > rows.floor, -jnp.sign(denominators) * aligned, 0.0)

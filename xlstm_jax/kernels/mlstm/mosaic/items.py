@@ -1,4 +1,4 @@
-"""The work of blocks. If they stay, each takes one piece after the other, and one's end hides the next's start.
+"""The work of blocks. Each takes one piece after the other, and one's end hides the next's start.
 
 A piece is the outputs of `ROWS` positions of a chunk. Those at the end of a chunk see more positions than those at its
 start, so a block gets both kinds in turn.
@@ -62,7 +62,12 @@ class Items:
     @property
     def num_blocks(self) -> int:
         """The number of blocks."""
-        return min(NUM_SMS, self.total) if self.tiling.blocks_stay else self.total
+        return min(NUM_SMS, self.total)
+
+    @property
+    def turns(self) -> Any:
+        """The number of pieces of this block."""
+        return lax.div(jnp.int32(self.total - 1) - lax.axis_index("block"), jnp.int32(self.num_blocks)) + 1
 
     def each(self, work: Callable[[Any, Any], Any]) -> Any:
         """Do the pieces of this block.
@@ -73,21 +78,13 @@ class Items:
         Returns:
             The number of tiles of all pieces.
         """
-        if not self.tiling.blocks_stay:
-            return work(0, jnp.int32(0))
-        turns = lax.div(jnp.int32(self.total - 1) - lax.axis_index("block"), jnp.int32(self.num_blocks)) + 1
-        return lax.fori_loop(0, turns, work, jnp.int32(0))
-
-    def after_first(self, turn: Any, act: Callable[[], None]) -> None:
-        """Do something in all turns but a block's first."""
-        if self.tiling.blocks_stay:
-            pl.when(turn > 0)(act)
+        return lax.fori_loop(0, self.turns, work, jnp.int32(0))
 
     def item(self, turn: Any) -> Item:
         """Return the piece that this block gets in a turn."""
         index = lax.axis_index("block") + turn * self.num_blocks
         rest, part = self._split(index, self.num_parts)
-        if self.tiling.blocks_stay and self.num_blocks % self.num_parts == 0:  # else the parts alternate by themselves
+        if self.num_blocks % self.num_parts == 0:  # else the parts alternate by themselves
             part = lax.rem(part + turn, jnp.int32(self.num_parts))
         rest, kind = self._split(rest, self.num_kinds)
         rest, chunk = self._split(rest, self.num_chunks)

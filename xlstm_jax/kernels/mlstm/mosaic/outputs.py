@@ -27,8 +27,9 @@ from xlstm_jax.kernels.mlstm.mosaic.tiles import (
     masked,
     product,
     ring_barriers,
+    unknown_zero,
 )
-from xlstm_jax.kernels.mlstm.mosaic.tiling import TILE, Tiling
+from xlstm_jax.kernels.mlstm.mosaic.tiling import ROWS, TILE, Tiling
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
 
 NORMALIZER_ROWS = 8
@@ -71,79 +72,98 @@ def compute_outputs(
         interpret: How to simulate a GPU on a CPU.
     """
     b, s, h, width = q.shape
-    v_dim, pieces, slots = v.shape[-1], tiling.pieces, tiling.output_slots
+    v_dim, pieces, slots, stages = v.shape[-1], tiling.pieces, tiling.output_slots, tiling.output_stages
     block_width = pieces * width
     items = Items(h, s // tiling.chunk_size, v_dim // block_width, tiling, b)
     memory_tiles = width // TILE * pieces
     tiles_per_step = 1 + pieces
     divides = normalizers is not None
-    # Tiles of memories that can be on their way before the queries, whose place is taken until the outputs have left.
-    early = min(slots, memory_tiles)
+    staging_tiles = 2 * pieces  # from which the outputs leave, at the end of a piece of work
 
     def body(r: SimpleNamespace) -> None:
-        ring = Ring(slots, r.full, r.empty)
+        ring, needs = Ring(slots, r.full, r.empty), Ring(stages, r.ready, r.free)
 
         def tiles_of(item: Any) -> Any:
-            return memory_tiles + tiles_per_step * items.seen_tiles(item.part, later=later)
+            return memory_tiles + tiles_per_step * items.seen_tiles(item.part, later=later) + staging_tiles
 
         def compute(warpgroup: Any) -> None:
-            queries = r.queries.at[warpgroup, 0]
+            def staging(end: Any, piece: int) -> Any:
+                """Return the number of a tile for outputs of this warpgroup; `end` is the first of the next piece."""
+                return end - staging_tiles + warpgroup * pieces + piece
+
+            def let_outputs_leave(end: Any) -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for piece in range(pieces):
+                    ring.give_back(staging(end, piece))
 
             def outputs(turn: Any, start: Any) -> Any:
+                if stages == 1:  # there is nothing to do before the queries are there
+                    pl.when(turn > 0)(lambda: let_outputs_leave(start))
                 item = items.item(turn)
-                rows = item.rows(warpgroup)
+                rows, own = item.rows(warpgroup), pl.ds(warpgroup * TILE, TILE)
+                stage = needs.take(turn) + unknown_zero(start)
+                queries = r.queries.at[stage, warpgroup]
+                exponent, read = (load_row(ref.at[stage, own]) for ref in (r.rows, r.reads))
+                least = load_row(r.floors.at[stage, own]) if divides else None
+                document = None
+                if documents is not None:
+                    document = load_row(r.chunk_documents.at[stage, pl.ds(item.part * ROWS + warpgroup * TILE, TILE)])
 
-                def per_row(ref: Any) -> jax.Array:
-                    return load_row(ref.at[item.batch, item.head, rows])
-
-                # All at once and early, as they come from far away.
-                exponent, read = per_row(r.row), per_row(r.from_memory)
-                least = per_row(r.floor) if divides else None
-                document = load_row(r.documents.at[item.batch, rows]) if documents is not None else None
-                plgpu.barrier_wait(r.ready)
-                denominator = read
-                if divides:
-                    parts = product(queries, r.normalizer.transpose((1, 0)), NORMALIZER_ROWS)
-                    denominator = parts.sum(axis=1) * read
-
-                def from_memory(*sums: Any) -> tuple[jax.Array, ...]:
+                def from_memory(normalizer: Any, *sums: Any) -> tuple[jax.Array, ...]:
+                    if divides:
+                        plgpu.wgmma(normalizer, queries, r.normalizer.at[stage].transpose((1, 0)))
                     for n in range(memory_tiles):
                         slot = ring.take(start + n)
                         part = queries.at[:, pl.ds(n // pieces * TILE, TILE)]
                         plgpu.wgmma(sums[n % pieces], part, r.tiles.at[slot])
+                        if n == 0 and stages > 1:
+                            pl.when(turn > 0)(lambda: let_outputs_leave(start))
                         if n:
                             plgpu.wgmma_wait(1)
                             ring.give_back(start + n - 1)
                     results = tuple(x[...] for x in sums)
                     ring.give_back(start + memory_tiles - 1)
-                    return results
+                    return normalizer[...].sum(axis=1) * read if divides else read, *results
 
-                sums = pl.run_scoped(from_memory, *[plgpu.ACC((TILE, width), jnp.float32)] * pieces)
+                denominator, *sums = pl.run_scoped(
+                    from_memory,
+                    plgpu.ACC((TILE, NORMALIZER_ROWS), jnp.float32),
+                    *[plgpu.ACC((TILE, width), jnp.float32)] * pieces,
+                )
                 sums = tuple(x * by_row(read, width) for x in sums)
 
-                def add_tile(n: Any, carried: Any, *, diagonal: bool) -> Any:
+                clear = items.clear_tiles(item.part, warpgroup, later=later)
+
+                def number_of(n: Any) -> Any:
+                    return start + memory_tiles + tiles_per_step * n
+
+                def operands(n: Any) -> list[tuple[Any, Any]]:
+                    """Wait for the keys of a step, and return what its scores are the product of."""
+                    left = r.queries.at[stage + unknown_zero(number_of(n)), warpgroup]
+                    return [(left, r.tiles.at[ring.take(number_of(n))].transpose((1, 0)))]
+
+                def add(n: Any, carried: Any, *, diagonal: bool) -> Any:
+                    """Add what a step has."""
                     sums, denominator = carried
-                    number = start + memory_tiles + tiles_per_step * n
-                    scores = product(queries, r.tiles.at[ring.take(number)].transpose((1, 0)), TILE)
-                    ring.give_back(number)
+                    scores = product(functools.partial(operands, n))
+                    ring.give_back(number_of(n))
                     positions = pl.ds(items.position(n, later=later), TILE)
-                    weights = scores * jnp.exp2(by_row(exponent, TILE) + load_column(r.columns.at[positions]))
+                    weights = scores * jnp.exp2(by_row(exponent, TILE) + load_column(r.columns.at[stage, positions]))
                     pair = None
                     if document is not None:
-                        pair = document, load_column(r.column_documents.at[positions])
+                        pair = document, load_column(r.chunk_documents.at[stage, positions])
                     weights = masked(weights, diagonal=diagonal, later=later, documents=pair)
                     if divides:
                         denominator = denominator + weights.sum(axis=1)
-                    weights = weights.astype(jnp.bfloat16)
-                    values = [r.tiles.at[ring.take(number + 1 + piece)] for piece in range(pieces)]
-                    sums = add_products(sums, weights, values, interpret)
+                    values = [r.tiles.at[ring.take(number_of(n) + 1 + piece)] for piece in range(pieces)]
+                    sums = add_products(sums, weights.astype(jnp.bfloat16), values, interpret)
                     for piece in range(pieces):
-                        ring.give_back(number + 1 + piece)
+                        ring.give_back(number_of(n) + 1 + piece)
                     return sums, denominator
 
-                clear = items.clear_tiles(item.part, warpgroup, later=later)
-                carried = lax.fori_loop(0, clear, functools.partial(add_tile, diagonal=False), (sums, denominator))
-                sums, denominator = add_tile(clear, carried, diagonal=True)
+                carried = lax.fori_loop(0, clear, functools.partial(add, diagonal=False), (sums, denominator))
+                sums, denominator = add(clear, carried, diagonal=True)
+                needs.give_back(turn)
 
                 @pl.when(warpgroup == (1 if later else 0))
                 def _() -> None:  # the last tiles are for the other warpgroup
@@ -160,18 +180,22 @@ def compute_outputs(
                     def _() -> None:
                         r.denominators[item.batch, item.head, rows] = denominator
 
+                end = start + tiles_of(item)
                 for piece in range(pieces):
-                    r.queries[warpgroup, piece] = sums[piece].astype(jnp.bfloat16)
+                    place = r.tiles.at[ring.take(staging(end, piece))]
+                    place[...] = sums[piece].astype(jnp.bfloat16)
                 plgpu.commit_smem()
                 for piece in range(pieces):
                     columns = pl.ds(item.kind * block_width + piece * width, width)
                     target = r.outputs.at[item.batch, rows, item.head, columns]
-                    plgpu.copy_smem_to_gmem(r.queries.at[warpgroup, piece], target)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(r.free)
-                return start + tiles_of(item)
+                    plgpu.copy_smem_to_gmem(r.tiles.at[ring.slot(staging(end, piece))], target)
+                for piece in range(pieces):  # of the other warpgroup
+                    number = end - staging_tiles + (1 - warpgroup) * pieces + piece
+                    ring.take(number)
+                    ring.give_back(number)
+                return end
 
-            items.each(outputs)
+            let_outputs_leave(items.each(outputs))
             plgpu.wait_smem_to_gmem(0)
 
         def move() -> None:
@@ -186,22 +210,20 @@ def compute_outputs(
                     source = r.memories.at[item.batch, item.head, item.chunk, part, columns(n % pieces)]
                     ring.fill(start + n, (source, r.tiles))
 
-                for n in range(early):
-                    load_memory(n)
-
-                items.after_first(turn, lambda: plgpu.barrier_wait(r.free))
-
-                for w in range(2):
-                    source = r.q.at[item.batch, item.rows(w), item.head]
-                    plgpu.copy_gmem_to_smem(source, r.queries.at[w, 0], r.ready)
-                chunk = pl.ds(item.first, tiling.chunk_size)
-                plgpu.copy_gmem_to_smem(r.column.at[item.batch, item.head, chunk], r.columns, r.ready)
+                chunk, mine = pl.ds(item.first, tiling.chunk_size), pl.ds(item.first + item.part * ROWS, ROWS)
+                copies: list[tuple[Any, ...]] = [
+                    (r.q.at[item.batch, item.rows(w), item.head], r.queries, w) for w in range(2)
+                ]
                 if divides:
-                    source = r.normalizers.at[item.batch, item.head, item.chunk]
-                    plgpu.copy_gmem_to_smem(source, r.normalizer, r.ready)
+                    copies.append((r.normalizers.at[item.batch, item.head, item.chunk], r.normalizer))
+                    copies.append((r.floor.at[item.batch, item.head, mine], r.floors))
+                copies.append((r.from_memory.at[item.batch, item.head, mine], r.reads))
+                copies.append((r.row.at[item.batch, item.head, mine], r.rows))
+                copies.append((r.column.at[item.batch, item.head, chunk], r.columns))
                 if documents is not None:
-                    plgpu.copy_gmem_to_smem(r.documents.at[item.batch, chunk], r.column_documents, r.ready)
-                for n in range(early, memory_tiles):
+                    copies.append((r.documents.at[item.batch, chunk], r.chunk_documents))
+                needs.fill(turn, *copies)
+                for n in range(memory_tiles):
                     load_memory(n)
 
                 @pl.loop(0, items.seen_tiles(item.part, later=later))
@@ -213,26 +235,33 @@ def compute_outputs(
                         source = r.v.at[item.batch, positions, item.head, columns(piece)]
                         ring.fill(number + 1 + piece, (source, r.tiles))
 
-                return start + tiles_of(item)
+                end = start + tiles_of(item)
+                for n in range(staging_tiles):
+                    ring.reserve(end - staging_tiles + n)
+                return end
 
             count = items.each(load)
             if interpret:
                 ring.drain(count)
-                plgpu.barrier_wait(r.free)
+                needs.drain(items.turns)
 
         cooperate(2, compute=compute, move=move)
 
+    by_rows, by_columns = (plgpu.SMEM((stages, n), jnp.float32) for n in (ROWS, tiling.chunk_size))
     scratch = {
-        "queries": plgpu.SMEM((2, pieces, TILE, width), jnp.bfloat16, transforms=TILED),  # later the outputs
+        "queries": plgpu.SMEM((stages, 2, TILE, width), jnp.bfloat16, transforms=TILED),
         "tiles": plgpu.SMEM((slots, TILE, width), jnp.bfloat16, transforms=TILED),
-        "columns": plgpu.SMEM((tiling.chunk_size,), jnp.float32),
-        "ready": plgpu.Barrier(num_arrivals=3 + divides + (documents is not None)),
-        "free": plgpu.Barrier(num_arrivals=2),
+        "rows": by_rows,
+        "reads": by_rows,
+        "columns": by_columns,
     }
     if divides:
-        scratch["normalizer"] = plgpu.SMEM((NORMALIZER_ROWS, width), jnp.bfloat16, transforms=TILED)
+        scratch["normalizer"] = plgpu.SMEM((stages, NORMALIZER_ROWS, width), jnp.bfloat16, transforms=TILED)
+        scratch["floors"] = by_rows
     if documents is not None:
-        scratch["column_documents"] = plgpu.SMEM((tiling.chunk_size,), jnp.float32)
+        scratch["chunk_documents"] = by_columns
+    copies = 5 + 2 * divides + (documents is not None)
+    scratch |= ring_barriers(stages, 2, copies, ("ready", "free"))
     body.__name__ = "mlstm_value_gradients" if later else "mlstm_outputs"
     results = launch(
         body,

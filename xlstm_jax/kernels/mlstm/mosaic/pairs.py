@@ -35,9 +35,11 @@ from xlstm_jax.kernels.mlstm.mosaic.tiles import (
     load_column,
     load_row,
     masked,
+    product,
     ring_barriers,
+    unknown_zero,
 )
-from xlstm_jax.kernels.mlstm.mosaic.tiling import TILE, Tiling
+from xlstm_jax.kernels.mlstm.mosaic.tiling import ROWS, TILE, Tiling
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
 
 
@@ -104,14 +106,13 @@ def compute_pair_gradients(
         interpret: How to simulate a GPU on a CPU.
     """
     b, s, h, width = q.shape
-    v_dim, slots = v.shape[-1], tiling.pair_slots
+    v_dim, slots, stages = v.shape[-1], tiling.pair_slots, tiling.pair_stages
     items = Items(h, s // tiling.chunk_size, 2, tiling, b)
     halves = v_dim // width  # of rows of `a` and `b`, which are as wide as values
     memory_tiles, tiles_per_step = v_dim // TILE, halves + 1
-    early = min(slots, memory_tiles)
 
     def body(r: SimpleNamespace) -> None:
-        ring = Ring(slots, r.full, r.empty)
+        ring, needs = Ring(slots, r.full, r.empty), Ring(stages, r.ready, r.free)
         tiles, memory_views = r.tiles
         kinds = (
             _Kind(
@@ -124,38 +125,62 @@ def compute_pair_gradients(
 
         def tiles_of(item: Item) -> Any:
             queries, keys = (items.seen_tiles(item.part, later=kind.later) for kind in kinds)
-            return memory_tiles + tiles_per_step * jnp.where(item.kind == 0, queries, keys)
+            return memory_tiles + tiles_per_step * jnp.where(item.kind == 0, queries, keys) + 2
 
         def compute(warpgroup: Any) -> None:
+            def let_gradients_leave(end: Any) -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                ring.give_back(end - 2 + warpgroup)
+
             def gradients(turn: Any, start: Any) -> Any:
                 item = items.item(turn)
+                if stages == 1:  # there is nothing to do before `a` is there
+                    pl.when(turn > 0)(lambda: let_gradients_leave(start))
                 for number, kind in enumerate(kinds):
-                    pl.when(item.kind == number)(functools.partial(_gradients, kind, item, start))
+                    pl.when(item.kind == number)(functools.partial(_gradients, kind, item, turn, start))
                 return start + tiles_of(item)
 
-            def _gradients(kind: _Kind, item: Item, start: Any) -> None:
+            def _gradients(kind: _Kind, item: Item, turn: Any, start: Any) -> None:
                 rows, later = item.rows(warpgroup), kind.later
+                own = pl.ds(warpgroup * TILE, TILE)
+                own_in_chunk = pl.ds(item.part * ROWS + warpgroup * TILE, TILE)
 
-                def per_row(ref: Any) -> jax.Array:
-                    return load_row(ref.at[item.batch, item.head, rows])
+                def per_row(staged: str, ref: Any) -> jax.Array:
+                    if tiling.pair_vectors_fit:
+                        return load_row(getattr(r, staged).at[stage, own])
+                    return load_row(ref.at[item.batch, item.head, rows])  # early, as it comes from far away
 
-                exponent, read = per_row(kind.row), per_row(kind.from_memory)
-                row_delta = None if later else per_row(r.delta)
-                document = load_row(r.documents.at[item.batch, rows]) if documents is not None else None
+                stage = needs.slot(turn) + unknown_zero(start)
+                if tiling.pair_vectors_fit:
+                    needs.take(turn)
+                exponent, read = per_row("rows", kind.row), per_row("reads", kind.from_memory)
+                document = None
+                if documents is not None:
+                    if tiling.pair_vectors_fit:
+                        document = load_row(r.chunk_documents.at[stage, own_in_chunk])
+                    else:
+                        document = load_row(r.documents.at[item.batch, rows])
+                if not tiling.pair_vectors_fit:
+                    needs.take(turn)
+                row_delta = None if later else load_row(r.deltas.at[stage, own_in_chunk])
 
                 def from_memory(total: Any) -> tuple[jax.Array, jax.Array]:
                     for n in range(memory_tiles):
                         half, column = divmod(n * TILE, width)
-                        if column == 0:
-                            plgpu.barrier_wait(r.a_ready.at[half])
+                        if half and column == 0:
+                            plgpu.barrier_wait(r.rest_ready.at[stage])
                         slot = ring.take(start + n)
-                        part = r.a.at[warpgroup, half, :, pl.ds(column, TILE)]
+                        part = r.a.at[stage, warpgroup, half, :, pl.ds(column, TILE)]
                         plgpu.wgmma(total, part, memory_views.at[slot].transpose((1, 0)))
+                        if n == 0 and stages > 1:
+                            pl.when(turn > 0)(lambda: let_gradients_leave(start))
                         if n:
                             plgpu.wgmma_wait(1)
                             ring.give_back(start + n - 1)
                     # While the last product is computed.
                     source = kind.normalizers.at[item.batch, item.head, item.chunk]
+                    if tiling.pair_vectors_fit:
+                        source = r.normalizer.at[stage]
                     normalizer = plgpu.load(source, layout=COLUMN, optimized=False)
                     result = total[...]
                     ring.give_back(start + memory_tiles - 1)
@@ -167,42 +192,45 @@ def compute_pair_gradients(
                     normalizer = normalizer * by_row(row_delta, width)
                 total = (total + normalizer) * by_row(read, width)
 
-                def add_tile(n: Any, total: jax.Array, *, diagonal: bool) -> jax.Array:
-                    number = start + memory_tiles + tiles_per_step * n
+                clear = items.clear_tiles(item.part, warpgroup, later=later)
+
+                def number_of(n: Any) -> Any:
+                    return start + memory_tiles + tiles_per_step * n
+
+                def operands(n: Any) -> list[tuple[Any, Any]]:
+                    """Wait for a step's part of `b`, and return what its scores are the product of."""
+                    place = stage + unknown_zero(number_of(n))
+                    slots = [ring.take(number_of(n) + half) for half in range(halves)]
+                    rights = [tiles.at[slot].transpose((1, 0)) for slot in slots]
+                    return [(r.a.at[place, warpgroup, half], right) for half, right in enumerate(rights)]
+
+                def add(n: Any, total: jax.Array, *, diagonal: bool) -> jax.Array:
+                    """Add what a step has."""
+                    scores = product(functools.partial(operands, n))
+                    for half in range(halves):
+                        ring.give_back(number_of(n) + half)
                     offset = items.position(n, later=later)
-                    pair = None
-                    if document is not None:  # shared memory is full; early, as they come from far away
-                        source = r.documents.at[item.batch, pl.ds(item.first + offset, TILE)]
-                        pair = document, by_column(plgpu.load(source, layout=COLUMN, optimized=False))
-
-                    def scores(result: Any) -> jax.Array:
-                        for half in range(halves):
-                            slot = ring.take(number + half)
-                            plgpu.wgmma(result, r.a.at[warpgroup, half], tiles.at[slot].transpose((1, 0)))
-                            if half:
-                                plgpu.wgmma_wait(1)
-                                ring.give_back(number + half - 1)
-                        return result[...]
-
-                    weights = pl.run_scoped(scores, plgpu.ACC((TILE, TILE), jnp.float32))
-                    ring.give_back(number + halves - 1)
-                    if diagonal:
-                        plgpu.barrier_arrive(r.a_used.at[warpgroup])
                     positions = pl.ds(offset, TILE)
-                    weights += by_row(row_delta, TILE) if row_delta is not None else load_column(r.deltas.at[positions])
-                    weights *= jnp.exp2(by_row(exponent, TILE) + load_column(r.columns.at[positions]))
-                    weights = masked(weights, diagonal=diagonal, later=later, documents=pair)
-                    last = number + halves
-                    (total,) = add_products(
-                        (total,), weights.astype(jnp.bfloat16), [tiles.at[ring.take(last)]], interpret
-                    )
-                    ring.give_back(last)
+                    pair = None
+                    if document is not None:
+                        source = r.documents.at[item.batch, pl.ds(item.first + offset, TILE)]
+                        if tiling.pair_vectors_fit:
+                            source = r.chunk_documents.at[stage, positions]
+                        pair = document, by_column(plgpu.load(source, layout=COLUMN, optimized=False))
+                    if row_delta is None:
+                        weights = scores + load_column(r.deltas.at[stage, positions])
+                    else:
+                        weights = scores + by_row(row_delta, TILE)
+                    weights *= jnp.exp2(by_row(exponent, TILE) + load_column(r.columns.at[stage, positions]))
+                    weights = masked(weights, diagonal=diagonal, later=later, documents=pair).astype(jnp.bfloat16)
+                    values = tiles.at[ring.take(number_of(n) + halves)]
+                    (total,) = add_products((total,), weights, [values], interpret)
+                    ring.give_back(number_of(n) + halves)
                     return total
 
-                plgpu.barrier_wait(r.vectors_ready)
-                clear = items.clear_tiles(item.part, warpgroup, later=later)
-                total = lax.fori_loop(0, clear, functools.partial(add_tile, diagonal=False), total)
-                total = add_tile(clear, total, diagonal=True)
+                total = lax.fori_loop(0, clear, functools.partial(add, diagonal=False), total)
+                total = add(clear, total, diagonal=True)
+                needs.give_back(turn)
 
                 @pl.when(warpgroup == (1 if later else 0))
                 def _() -> None:  # the last tiles are for the other warpgroup
@@ -211,16 +239,20 @@ def compute_pair_gradients(
                         ring.take(number)
                         ring.give_back(number)
 
-                r.a[warpgroup, 0] = total.astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(r.a.at[warpgroup, 0], kind.gradient.at[item.batch, rows, item.head])
-                plgpu.barrier_wait(r.factor_ready.at[warpgroup])
-                factor = plgpu.load(r.a.at[warpgroup, 1], layout=MATRIX, optimized=False).astype(jnp.float32)
+                # What the gradients belong to, in two tiles, of which one is for the other warpgroup.
+                end = start + tiles_of(item)
+                mine, other = end - 2 + warpgroup, end - 1 - warpgroup
+                staging = tiles.at[ring.take(mine)]
+                factor = plgpu.load(staging, layout=MATRIX, optimized=False).astype(jnp.float32)
                 kind.dot[item.batch, item.head, rows] = (total * factor).sum(axis=1)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(r.free)
+                ring.take(other)
+                ring.give_back(other)
+                plgpu.commit_smem()  # all threads have read it, so the gradients can take its place
+                staging[...] = total.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staging, kind.gradient.at[item.batch, rows, item.head])
 
-            items.each(gradients)
+            let_gradients_leave(items.each(gradients))
             plgpu.wait_smem_to_gmem(0)
 
         def move() -> None:
@@ -235,25 +267,29 @@ def compute_pair_gradients(
                     source = kind.memories.at[item.batch, item.head, item.chunk, :, pl.ds(n * TILE, TILE)]
                     ring.fill(start + n, (source, memory_views))
 
-                def load_a(half: int) -> None:
+                def part_of_a(half: int, w: int) -> Any:
+                    return kind.a.at[item.batch, item.rows(w), item.head, pl.ds(half * width, width)]
+
+                copies: list[tuple[Any, ...]] = [(part_of_a(0, w), r.a, w, 0) for w in range(2)]
+                chunk, mine = pl.ds(item.first, tiling.chunk_size), pl.ds(item.first + item.part * ROWS, ROWS)
+                copies.append((r.delta.at[item.batch, item.head, chunk], r.deltas))
+                copies.append((kind.column.at[item.batch, item.head, chunk], r.columns))
+                if tiling.pair_vectors_fit:
+                    copies.append((kind.row.at[item.batch, item.head, mine], r.rows))
+                    copies.append((kind.from_memory.at[item.batch, item.head, mine], r.reads))
+                    copies.append((kind.normalizers.at[item.batch, item.head, item.chunk], r.normalizer))
+                    if documents is not None:
+                        copies.append((r.documents.at[item.batch, chunk], r.chunk_documents))
+                needs.fill(turn, *copies)
+                stage = needs.slot(turn)
+                for half in range(1, halves):
                     for w in range(2):
-                        source = kind.a.at[item.batch, item.rows(w), item.head, pl.ds(half * width, width)]
-                        plgpu.copy_gmem_to_smem(source, r.a.at[w, half], r.a_ready.at[half])
-
-                for n in range(early):
+                        plgpu.copy_gmem_to_smem(part_of_a(half, w), r.a.at[stage, w, half], r.rest_ready.at[stage])
+                for n in range(memory_tiles):
                     load_memory(n)
+                seen = items.seen_tiles(item.part, later=kind.later)
 
-                items.after_first(turn, lambda: plgpu.barrier_wait(r.free))
-
-                for half in range(halves):
-                    load_a(half)
-                chunk = pl.ds(item.first, tiling.chunk_size)
-                plgpu.copy_gmem_to_smem(kind.column.at[item.batch, item.head, chunk], r.columns, r.vectors_ready)
-                plgpu.copy_gmem_to_smem(r.delta.at[item.batch, item.head, chunk], r.deltas, r.vectors_ready)
-                for n in range(early, memory_tiles):
-                    load_memory(n)
-
-                @pl.loop(0, items.seen_tiles(item.part, later=kind.later))
+                @pl.loop(0, seen)
                 def _(n: Any) -> None:
                     positions = pl.ds(item.first + items.position(n, later=kind.later), TILE)
                     number = start + memory_tiles + tiles_per_step * n
@@ -262,34 +298,37 @@ def compute_pair_gradients(
                         ring.fill(number + half, (source, tiles))
                     ring.fill(number + halves, (kind.e.at[item.batch, positions, item.head], tiles))
 
-                for w in (1, 0) if kind.later else (0, 1):  # in the order in which they are ready
-                    plgpu.barrier_wait(r.a_used.at[w])
+                for w in range(2):
                     source = kind.factor.at[item.batch, item.rows(w), item.head]
-                    plgpu.copy_gmem_to_smem(source, r.a.at[w, 1], r.factor_ready.at[w])
+                    ring.fill(start + memory_tiles + tiles_per_step * seen + w, (source, tiles))
 
             count = items.each(load)
             if interpret:
                 ring.drain(count)
-                plgpu.barrier_wait(r.free)
+                needs.drain(items.turns)
 
         cooperate(2, compute=compute, move=move)
 
-    vector = plgpu.SMEM((tiling.chunk_size,), jnp.float32)
+    by_columns = plgpu.SMEM((stages, tiling.chunk_size), jnp.float32)
     scratch = {
-        # At the end of a piece, the gradients are where the first half was, and what they belong to is in the second.
-        "a": plgpu.SMEM((2, 2, TILE, width), jnp.bfloat16, transforms=TILED),
+        "a": plgpu.SMEM((stages, 2, halves, TILE, width), jnp.bfloat16, transforms=TILED),
         "tiles": plgpu.RefUnion(
             plgpu.SMEM((slots, TILE, width), jnp.bfloat16, transforms=TILED),
             plgpu.SMEM((slots, width, TILE), jnp.bfloat16, transforms=TILED),
         ),
-        "columns": vector,
-        "deltas": vector,
-        "a_ready": plgpu.Barrier(num_arrivals=2, num_barriers=halves),
-        "a_used": plgpu.Barrier(num_barriers=2),
-        "vectors_ready": plgpu.Barrier(num_arrivals=2),
-        "factor_ready": plgpu.Barrier(num_barriers=2),
-        "free": plgpu.Barrier(num_arrivals=2),
+        "columns": by_columns,
+        "deltas": by_columns,
     }
+    if halves > 1:
+        scratch["rest_ready"] = plgpu.Barrier(num_arrivals=2 * (halves - 1), num_barriers=stages)
+    copies = 4
+    if tiling.pair_vectors_fit:
+        copies += 3 + (documents is not None)
+        scratch["rows"] = scratch["reads"] = plgpu.SMEM((stages, ROWS), jnp.float32)
+        scratch["normalizer"] = plgpu.SMEM((stages, width), jnp.float32)
+        if documents is not None:
+            scratch["chunk_documents"] = by_columns
+    scratch |= ring_barriers(stages, 2, copies, ("ready", "free"))
     body.__name__ = "mlstm_pair_gradients"
     gradient, dots = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), jax.ShapeDtypeStruct((b, h, s), jnp.float32)
     results = launch(

@@ -123,10 +123,14 @@ def _update(q, k, v, keep, write, normalizer, memory, *, interpret):
     v_dim = v.shape[-1]
     width = _columns_of_a_block(batch_size * num_heads, qk_dim, v_dim)
     num_blocks, scale = v_dim // width, qk_dim**-0.5
+    # Where they come from one product, these are neighbours, and XLA passes on what the product gives as it is.
+    token = jnp.concatenate([x.reshape(batch_size, 1, -1) for x in (q, k, v)], axis=2)[:, 0]
 
-    def body(q_ref, k_ref, v_ref, keep_ref, write_ref, normalizer_ref, memory_ref, numerator_ref, overlap_ref):
+    def body(token_ref, keep_ref, write_ref, normalizer_ref, memory_ref, numerator_ref, overlap_ref):
         row, head, block = (lax.axis_index(name) for name in ("row", "head", "block"))
         columns = pl.ds(block * width, width)
+        q_ref, k_ref = (token_ref.at[row, pl.ds((i * num_heads + head) * qk_dim, qk_dim)] for i in range(2))
+        first_value = 2 * num_heads * qk_dim + head * v_dim + block * width
         kept, written = keep_ref[row, head], write_ref[row, head]
 
         def load(ref: Any, layout: Any) -> jax.Array:
@@ -138,15 +142,15 @@ def _update(q, k, v, keep, write, normalizer, memory, *, interpret):
         @pl.when(block < num_blocks)
         def _() -> None:
             old = load(memory_ref.at[row, head, :, columns], TILE)
-            queries, keys = (load(ref.at[row, head], TILE.reduce(1)) for ref in (q_ref, k_ref))
-            values = load(v_ref.at[row, head, columns], TILE.reduce(0))
+            queries, keys = (load(ref, TILE.reduce(1)) for ref in (q_ref, k_ref))
+            values = load(token_ref.at[row, pl.ds(first_value, width)], TILE.reduce(0))
             new = kept * old + spread(written * keys, 0) * spread(values, 1)
             memory_ref[row, head, :, columns] = new
             numerator_ref[row, head, columns] = jnp.sum(spread(scale * queries, 0) * new, axis=0)
 
         @pl.when(block == num_blocks)
         def _() -> None:
-            queries, keys, old = (load(ref.at[row, head], LINE) for ref in (q_ref, k_ref, normalizer_ref))
+            queries, keys, old = (load(ref, LINE) for ref in (q_ref, k_ref, normalizer_ref.at[row, head]))
             new = kept * old + written * keys
             normalizer_ref[row, head] = new
             overlap_ref[row, head] = jnp.sum(scale * queries * new)
@@ -164,7 +168,7 @@ def _update(q, k, v, keep, write, normalizer, memory, *, interpret):
     )
     # What a kernel writes of a reference that it is given, it writes in place.
     normalizer_ref, memory_ref = jax.new_ref(normalizer), jax.new_ref(memory)
-    numerator, overlap = kernel(q, k, v, keep, write, normalizer_ref, memory_ref)
+    numerator, overlap = kernel(token, keep, write, normalizer_ref, memory_ref)
     return numerator, overlap, jax.freeze(normalizer_ref), jax.freeze(memory_ref)
 
 

@@ -40,16 +40,31 @@ class Ring:
         """Return the slot of a tile."""
         return lax.rem(jnp.int32(n), jnp.int32(self.slots))
 
-    def fill(self, n: Any, *copies: tuple[Any, Any]) -> None:
-        """Copy what belongs to a tile from device memory, each part to its view's slot, once the slot is free."""
+    def fill(self, n: Any, *copies: tuple[Any, ...]) -> None:
+        """Copy what belongs to a tile from device memory, once its slot is free.
+
+        Args:
+            n: The number of the tile.
+            *copies: Where each part comes from, the view whose slot it goes to, and where in the slot that is.
+        """
         slot = self.slot(n)
 
         @pl.when(n >= self.slots)
         def _() -> None:
             plgpu.barrier_wait(self.empty.at[slot])
 
-        for source, view in copies:
-            plgpu.copy_gmem_to_smem(source, view.at[slot], self.full.at[slot])
+        for source, view, *index in copies:
+            plgpu.copy_gmem_to_smem(source, view.at[(slot, *index)], self.full.at[slot])
+
+    def reserve(self, n: Any) -> None:
+        """Leave the place of a tile to the warpgroups that take it, once its slot is free."""
+        slot = self.slot(n)
+
+        @pl.when(n >= self.slots)
+        def _() -> None:
+            plgpu.barrier_wait(self.empty.at[slot])
+
+        plgpu.barrier_arrive(self.full.at[slot])
 
     def take(self, n: Any) -> jax.Array:
         """Wait until a tile is there, and return its slot."""
@@ -70,11 +85,14 @@ class Ring:
                 plgpu.barrier_wait(self.empty.at[slot])
 
 
-def ring_barriers(slots: int, num_warpgroups: int, copies: int = 1) -> dict[str, Any]:
+def ring_barriers(
+    slots: int, num_warpgroups: int, copies: int = 1, names: tuple[str, str] = ("full", "empty")
+) -> dict[str, Any]:
     """Return the barriers of a ring whose tiles consist of some copies each."""
+    full, empty = names
     return {
-        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
-        "empty": plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=slots),
+        full: plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
+        empty: plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=slots),
     }
 
 
@@ -96,14 +114,24 @@ def add_products(
     return tuple(pl.run_state(multiply)(tuple(plgpu.ACC.init(a) for a in accumulators)))
 
 
-def product(left: Any, right: Any, width: int) -> jax.Array:
-    """Compute the product of `TILE` rows and `width` columns of two matrices in shared memory."""
+def product(operands: Callable[[], Sequence[tuple[Any, Any]]]) -> jax.Array:
+    """Compute the sum of products of `TILE` rows and as many columns, of matrices that come to shared memory."""
 
     def multiply(accumulator: Any) -> jax.Array:
-        plgpu.wgmma(accumulator, left, right)
+        for left, right in operands():
+            plgpu.wgmma(accumulator, left, right)
         return accumulator[...]  # which waits for it
 
-    return pl.run_scoped(multiply, plgpu.ACC((TILE, width), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((TILE, TILE), jnp.float32))
+
+
+def unknown_zero(count: jax.Array) -> jax.Array:
+    """Return zero for any count of tiles, in a way that a compiler cannot know.
+
+    Addresses that depend on it are computed where they are used. Others are computed ahead of all loops, and take
+    registers for as long as a block runs.
+    """
+    return lax.shift_right_logical(count, jnp.int32(30))
 
 
 def by_row(x: jax.Array, width: int) -> jax.Array:
@@ -117,7 +145,7 @@ def by_column(x: jax.Array) -> jax.Array:
 
 
 def load_row(ref: Any) -> jax.Array:
-    """Load a number for each row of an accumulator from device memory."""
+    """Load a number for each row of an accumulator."""
     return plgpu.load(ref, layout=ROW, optimized=False)
 
 
@@ -131,7 +159,7 @@ def masked(x: jax.Array, *, diagonal: bool, later: bool, documents: tuple[jax.Ar
 
     Args:
         x: Numbers between `TILE` rows and as many columns; what is dropped may be infinite.
-        diagonal: Whether rows and columns are the same positions.
+        diagonal: Whether rows and columns are the same positions; if not, rows see all columns.
         later: Whether a row sees columns after it, not before it.
         documents: The documents of rows and columns, if there are several.
     """

@@ -12,6 +12,8 @@ NUM_SMS = 132
 """Multiprocessors of an H100 or H200, each of which holds one block at a time."""
 SHARED_NUMBERS = 108 * 1024
 """Numbers of two bytes that the tiles of a block may take of its shared memory; the rest is for vectors."""
+SHARED_NUMBERS_OF_FEW_VECTORS = 112 * 1024
+"""The same where less than three kibibytes are left for vectors."""
 HEAD_DIMS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))
 """The sizes of queries and keys, and of values, that there are kernels for."""
 CHUNK_SIZES = (128, 256)
@@ -50,11 +52,6 @@ class Tiling:
     chunk_size: int
 
     @property
-    def blocks_stay(self) -> bool:
-        """Whether blocks that compute outputs do one piece of work after the other. Wide heads leave no registers."""
-        return self.qk_dim < MAX_WIDTH
-
-    @property
     def states(self) -> StateTiling:
         """The tiles of the passes that compute memories."""
         rows, columns = min(self.qk_dim, ROWS), min(self.v_dim, MAX_WIDTH)
@@ -68,14 +65,33 @@ class Tiling:
         return min(self.v_dim, MAX_WIDTH) // self.qk_dim
 
     @property
+    def output_stages(self) -> int:
+        """Pieces of work whose queries are in shared memory, so that those of the next come while one is computed."""
+        return 2 if self.qk_dim < MAX_WIDTH else 1
+
+    @property
     def output_slots(self) -> int:
         """Tiles of `TILE` times `qk_dim` numbers that are in flight or in use beside resident queries."""
-        return {256: 4, 128: 8, 64: 12}[self.qk_dim]
+        return self._slots(SHARED_NUMBERS - ROWS * self.qk_dim * self.output_stages)
+
+    @property
+    def pair_stages(self) -> int:
+        """Pieces of work whose values, or gradients of outputs, are in shared memory."""
+        return 2 if self.qk_dim < MAX_WIDTH else 1
+
+    @property
+    def pair_vectors_fit(self) -> bool:
+        """Whether there is shared memory for all vectors of a piece, not only for those of columns."""
+        return self.v_dim <= MAX_WIDTH
 
     @property
     def pair_slots(self) -> int:
         """Tiles of `TILE` times `qk_dim` numbers that are in flight or in use beside resident values."""
-        return {256: 3, 128: 8, 64: 12}[self.qk_dim]
+        numbers = SHARED_NUMBERS if self.pair_vectors_fit else SHARED_NUMBERS_OF_FEW_VECTORS
+        return self._slots(numbers - ROWS * self.v_dim * self.pair_stages)
+
+    def _slots(self, numbers: int) -> int:
+        return min(numbers // (TILE * self.qk_dim), 20)
 
 
 def choose_tiling(qk_dim: int, v_dim: int, length: int) -> Tiling:

@@ -1,0 +1,91 @@
+"""How rows are spread over the threads of a Hopper GPU; this module takes no newer JAX than the rest."""
+
+import dataclasses
+from collections.abc import Mapping
+
+WARPS, LANES = 4, 32
+"""Warps of a block, and lanes of a warp."""
+MULTIPROCESSORS = 132
+NUMBERS = 16
+"""What a thread takes of an array at a time, if rows are short enough for several: twice that is under way."""
+ENOUGH_NUMBERS, MAX_NUMBERS = 24, 32
+"""What a thread takes of a row at most if more warps can share it, and at most."""
+MAX_HEAD_WIDTH = 1024
+MAX_SIZE = 2**31
+"""Places in memory are counted in 32 bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """A tile of whole rows for a block of four warps."""
+
+    width: int
+    """Numbers in a row."""
+    warps: int
+    """Warps that share a row: where it is one, sums over rows need no shared memory."""
+    lanes: int
+    """Lanes of a warp that share a row."""
+    vector: int
+    """Neighbouring numbers of a lane."""
+    rows: int
+    """Rows of a tile."""
+
+    @property
+    def numbers(self) -> int:
+        """Return how many numbers of a tile each thread has."""
+        return self.rows * self.width // (WARPS * LANES)
+
+
+def choose_tiling(width: int) -> Tiling | None:
+    """Return the tiling for rows of a width, `None` if there is none.
+
+    Best are few numbers in a thread, then few warps for a row, then long vectors, then few lanes, as sums over lanes
+    cost more than those in a thread.
+    """
+    choices = [
+        (numbers > ENOUGH_NUMBERS, warps, -vector, lanes if numbers <= NUMBERS else LANES, numbers, lanes)
+        for warps in (1, 2, 4)
+        for vector in (8, 4, 2)
+        for lanes in ((8, 16, LANES) if warps == 1 else (LANES,))
+        if width % (warps * lanes * vector) == 0 and (numbers := width // (warps * lanes)) <= MAX_NUMBERS
+    ]
+    if not choices:
+        return None
+    _, warps, vector, _, numbers, lanes = min(choices)
+    rows = (WARPS // warps) * (LANES // lanes) * max(1, NUMBERS // numbers)
+    return Tiling(width, warps, lanes, -vector, rows)
+
+
+def num_blocks(resident: Mapping[int, int], tiling: Tiling, num_rows: int, num_heads: int) -> int:
+    """Return how many blocks share the rows of each head.
+
+    Args:
+        resident: The blocks that the registers of a multiprocessor are enough for, by the most numbers in a thread.
+        tiling: The tiles.
+        num_rows: How many rows there are.
+        num_heads: Heads in a row.
+    """
+    of_multiprocessor = next(blocks for numbers, blocks in resident.items() if tiling.numbers <= numbers)
+    return max(1, min(num_rows // tiling.rows, MULTIPROCESSORS * of_multiprocessor // num_heads))
+
+
+def shape_problem(num_rows: int, num_heads: int, width: int) -> str | None:
+    """Return why the kernels do not take rows of this many heads, or `None` if they do.
+
+    Args:
+        num_rows: How many rows there are.
+        num_heads: Heads in a row.
+        width: Numbers in a head.
+    """
+    tiling = choose_tiling(width)
+    if tiling is None:
+        return f"the kernels of norms take widths of 64 and multiples of 128 or 256, up to 4096, and this is {width}"
+    if num_heads > 1 and width > MAX_HEAD_WIDTH:
+        return f"the kernels of norms take heads of at most {MAX_HEAD_WIDTH} numbers, and these have {width}"
+    if num_rows % tiling.rows:
+        return f"the kernels of norms take a multiple of {tiling.rows} rows, and these are {num_rows}"
+    if num_rows * num_heads < MULTIPROCESSORS * tiling.rows:
+        return f"{num_rows} rows leave multiprocessors idle"
+    if num_rows * num_heads * width >= MAX_SIZE:
+        return f"the kernels of norms take arrays of less than {MAX_SIZE:,} numbers"
+    return None
