@@ -156,7 +156,7 @@ def test_a_forward_pass_alone_is_one_launch_that_keeps_nothing():
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
-        (ArgSpec(2, 4, 2, 64), {"variant": "masked documents"}),
+        (ArgSpec(2, 7, 2, 64), {"variant": "masked documents"}),
         (ArgSpec(1, 1, 1, 128), {"gate_dtype": "bfloat16"}),
         (ArgSpec(9, 3, 1, 192), {}),
     ],

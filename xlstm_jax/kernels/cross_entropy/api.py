@@ -38,7 +38,7 @@ def vocabulary_sums(
     Returns:
         The three numbers of each token; a logit of zero for a target elsewhere.
     """
-    if fused_problem(x.shape[0], *kernel.shape, dtype) is None:
+    if fused_problem(x.shape[0], kernel.shape[0], kernel.shape[1], dtype) is None:
         from xlstm_jax.kernels.cross_entropy import mosaic
 
         return mosaic.vocabulary_sums(x.astype(dtype), kernel.astype(dtype), targets, cap=cap)
@@ -70,7 +70,7 @@ def gradients(
     narrow = kernel.astype(dtype)
     run: Any = plain.logit_gradients
     options: dict[str, Any] = {"cap": cap}
-    if fused_problem(min(tokens_per_chunk, x.shape[0]), *kernel.shape, dtype) is None:
+    if fused_problem(min(tokens_per_chunk, x.shape[0]), kernel.shape[0], kernel.shape[1], dtype) is None:
         from xlstm_jax.kernels.cross_entropy import mosaic
 
         run = mosaic.logit_gradients

@@ -18,13 +18,11 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from xlstm_jax.kernels.cross_entropy.tiling import CLUSTER, COLUMNS, MULTIPLE_OF_TOKENS, ROWS, TILE, num_splits
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
+from xlstm_jax.kernels.mosaic_ring import MATRIX, ROW, TILED, Ring, cooperate
 
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30
 """Below all logits, and finite."""
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-MATRIX = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def vocabulary_sums(
@@ -179,80 +177,59 @@ def _launch(
 
     def body(*refs: Any) -> None:
         r = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
-        warpgroup, split, block = (lax.axis_index(axis) for axis in ("warpgroup", "split", "rows"))
+        ring = Ring(slots, r.full, r.empty)
+        split, block = lax.axis_index("split"), lax.axis_index("rows")
         if not interpret:
             block = block * CLUSTER + lax.axis_index("cluster")
         first = split * tiles_per_split
         count = jnp.minimum(tiles_per_split, num_tiles - first)
 
-        def slot_of(n: Any) -> jax.Array:
-            return lax.rem(jnp.int32(n), jnp.int32(slots))
-
         def rows_of(warpgroup: Any) -> Any:
             return pl.ds(block * ROWS + warpgroup * TILE, TILE)
 
-        def multiply(before: Any, accumulator: Any) -> jax.Array:
-            @pl.loop(0, depth)
-            def _(n: Any) -> None:
-                slot = slot_of(before + n)
-                plgpu.barrier_wait(r.full.at[slot])
-                plgpu.wgmma(accumulator, r.x_tiles.at[slot, warpgroup], r.kernel_tiles.at[slot])
-                plgpu.wgmma_wait(1)
+        def compute_with(warpgroup: Any) -> None:
+            def multiply(before: Any, accumulator: Any) -> jax.Array:
+                @pl.loop(0, depth)
+                def _(n: Any) -> None:
+                    slot = ring.take(before + n)
+                    plgpu.wgmma(accumulator, r.x_tiles.at[slot, warpgroup], r.kernel_tiles.at[slot])
+                    plgpu.wgmma_wait(1)
+                    pl.when(n > 0)(lambda: ring.give_back(before + n - 1))
 
-                @pl.when(n > 0)
-                def _() -> None:
-                    plgpu.barrier_arrive(r.empty.at[slot_of(before + n - 1)])
+                product = accumulator[...]  # which waits for it
+                ring.give_back(before + depth - 1)
+                return product
 
-            product = accumulator[...]  # which waits for it
-            plgpu.barrier_arrive(r.empty.at[slot_of(before + depth - 1)])
-            return product
+            def walk(act: Callable, carried: Any) -> Any:
+                def tile(n: Any, carried: Any) -> Any:
+                    accumulator = plgpu.ACC((TILE, COLUMNS), jnp.float32)
+                    logits = pl.run_scoped(functools.partial(multiply, n * depth), accumulator)
+                    if cap is not None:
+                        # The hyperbolic tangent of the hardware has eleven bits.
+                        logits = cap - (2.0 * cap) / (1.0 + jnp.exp2(logits * (2.0 * LOG2_E / cap)))
+                    start = (first + n) * COLUMNS
+                    columns = plgpu.broadcasted_iota(jnp.int32, (TILE, COLUMNS), 1, layout=MATRIX) + start
+                    return act(logits, columns, start, carried)
 
-        def walk(act: Callable, carried: Any) -> Any:
-            def tile(n: Any, carried: Any) -> Any:
-                logits = pl.run_scoped(functools.partial(multiply, n * depth), plgpu.ACC((TILE, COLUMNS), jnp.float32))
-                if cap is not None:
-                    # The hyperbolic tangent of the hardware has eleven bits.
-                    logits = cap - (2.0 * cap) / (1.0 + jnp.exp2(logits * (2.0 * LOG2_E / cap)))
-                start = (first + n) * COLUMNS
-                columns = plgpu.broadcasted_iota(jnp.int32, (TILE, COLUMNS), 1, layout=MATRIX) + start
-                return act(logits, columns, start, carried)
+                return lax.fori_loop(0, count, tile, carried)
 
-            return lax.fori_loop(0, count, tile, carried)
-
-        @pl.when(warpgroup < 2)
-        def _() -> None:
-            plgpu.set_max_registers(240, action="increase")
             compute(r, walk, rows_of(warpgroup), split)
 
-        @pl.when(warpgroup == 2)
-        def _() -> None:
-            plgpu.set_max_registers(24, action="decrease")
-
+        def move() -> None:
             @pl.loop(0, count * depth)
             def _(n: Any) -> None:
-                slot = slot_of(n)
-
-                @pl.when(n >= slots)
-                def _() -> None:
-                    plgpu.barrier_wait(r.empty.at[slot])
-
                 features = pl.ds(lax.rem(n, jnp.int32(depth)) * TILE, TILE)
                 columns = pl.ds((first + lax.div(n, jnp.int32(depth))) * COLUMNS, COLUMNS)
-                for w in range(2):
-                    plgpu.copy_gmem_to_smem(r.x.at[rows_of(w), features], r.x_tiles.at[slot, w], r.full.at[slot])
-                plgpu.copy_gmem_to_smem(
-                    r.kernel.at[features, columns],
-                    r.kernel_tiles.at[slot],
-                    r.full.at[slot],
-                    collective_axes=None if interpret else "cluster",
-                )
+                own = [(r.x.at[rows_of(w), features], r.x_tiles, w) for w in range(2)]
+                shared = [(r.kernel.at[features, columns], r.kernel_tiles)]
+                if interpret:
+                    ring.fill(n, *own, *shared)
+                else:
+                    ring.fill(n, *own, shared=shared)
 
-            # No block may end before the other one of its cluster has told it all that it has to tell.
-            for offset in range(slots):
+            ring.drain(count * depth)
 
-                @pl.when(offset < count * depth)
-                def _(slot: Any = offset) -> None:
-                    plgpu.barrier_wait(r.empty.at[slot])
+        cooperate(2, compute=compute_with, move=move)
 
     body.__name__ = name
     blocks_of_rows = num_tokens // ROWS if interpret else num_tokens // MULTIPLE_OF_TOKENS

@@ -16,21 +16,18 @@ from jaxtyping import Array, BFloat16, Float
 
 from xlstm_jax.kernels.mlstm.mosaic.items import Items
 from xlstm_jax.kernels.mlstm.mosaic.tiles import (
-    TILED,
-    Ring,
     add_products,
     by_row,
-    cooperate,
     launch,
     load_column,
     load_row,
     masked,
     product,
-    ring_barriers,
     unknown_zero,
 )
 from xlstm_jax.kernels.mlstm.mosaic.tiling import ROWS, TILE, Tiling
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
+from xlstm_jax.kernels.mosaic_ring import TILED, Ring, cooperate, ring_barriers
 
 NORMALIZER_ROWS = 8
 """Rows that a normaliser takes as an operand of a product: parts of it that add up, then zeros."""

@@ -23,24 +23,19 @@ from jaxtyping import Array, Float
 from xlstm_jax.kernels.mlstm.mosaic.items import Item, Items
 from xlstm_jax.kernels.mlstm.mosaic.states import Memories
 from xlstm_jax.kernels.mlstm.mosaic.tiles import (
-    COLUMN,
-    MATRIX,
-    TILED,
-    Ring,
     add_products,
     by_column,
     by_row,
-    cooperate,
     launch,
     load_column,
     load_row,
     masked,
     product,
-    ring_barriers,
     unknown_zero,
 )
 from xlstm_jax.kernels.mlstm.mosaic.tiling import ROWS, TILE, Tiling
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
+from xlstm_jax.kernels.mosaic_ring import COLUMN, MATRIX, TILED, Ring, cooperate, ring_barriers
 
 
 class PairGradients(NamedTuple):

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from xlstm_jax.kernels.mlstm.mosaic.tiles import MATRIX, ROW, TILED, Ring, cooperate, launch, load_column, ring_barriers
+from xlstm_jax.kernels.mlstm.mosaic.tiles import launch, load_column
 from xlstm_jax.kernels.mlstm.mosaic.tiling import TILE, Tiling
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
+from xlstm_jax.kernels.mosaic_ring import MATRIX, ROW, TILED, Ring, cooperate, ring_barriers
 
 
 class Memories(NamedTuple):

@@ -1,6 +1,5 @@
-"""What the kernels for Hopper GPUs have in common: layouts, a ring of tiles in shared memory, products, a launch."""
+"""What the kernels of the mLSTM for Hopper GPUs have in common: products, vectors, masks, a launch."""
 
-import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,89 +10,7 @@ from jax import lax
 
 from xlstm_jax.kernels.mlstm.mosaic.tiling import TILE
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
-
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-"""How an operand of a matrix product has to lie in shared memory."""
-MATRIX = plgpu.Layout.WGMMA
-"""Where the numbers of an accumulator are among the threads of a warpgroup."""
-ROW = plgpu.Layout.WGMMA.reduce(1)
-"""One number for each row of an accumulator."""
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
-"""One number for each column of an accumulator."""
-
-COMPUTING_REGISTERS, MOVING_REGISTERS = 240, 24
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Slots of shared memory that one warpgroup fills and the computing ones empty, in one order.
-
-    Tiles are counted from the start of a block, and the n-th tile is in slot `n % slots`. Every computing warpgroup
-    takes every tile, also those that it does not need: barriers count arrivals.
-    """
-
-    slots: int
-    full: Any
-    empty: Any
-
-    def slot(self, n: Any) -> jax.Array:
-        """Return the slot of a tile."""
-        return lax.rem(jnp.int32(n), jnp.int32(self.slots))
-
-    def fill(self, n: Any, *copies: tuple[Any, ...]) -> None:
-        """Copy what belongs to a tile from device memory, once its slot is free.
-
-        Args:
-            n: The number of the tile.
-            *copies: Where each part comes from, the view whose slot it goes to, and where in the slot that is.
-        """
-        slot = self.slot(n)
-
-        @pl.when(n >= self.slots)
-        def _() -> None:
-            plgpu.barrier_wait(self.empty.at[slot])
-
-        for source, view, *index in copies:
-            plgpu.copy_gmem_to_smem(source, view.at[(slot, *index)], self.full.at[slot])
-
-    def reserve(self, n: Any) -> None:
-        """Leave the place of a tile to the warpgroups that take it, once its slot is free."""
-        slot = self.slot(n)
-
-        @pl.when(n >= self.slots)
-        def _() -> None:
-            plgpu.barrier_wait(self.empty.at[slot])
-
-        plgpu.barrier_arrive(self.full.at[slot])
-
-    def take(self, n: Any) -> jax.Array:
-        """Wait until a tile is there, and return its slot."""
-        slot = self.slot(n)
-        plgpu.barrier_wait(self.full.at[slot])
-        return slot
-
-    def give_back(self, n: Any) -> None:
-        """Say that this warpgroup does not need a tile any longer."""
-        plgpu.barrier_arrive(self.empty.at[self.slot(n)])
-
-    def drain(self, count: Any) -> None:
-        """Wait until all `count` tiles were given back, as the simulation of a GPU insists on."""
-        for offset in range(self.slots):
-
-            @pl.when(offset < count)
-            def _(slot: Any = offset) -> None:
-                plgpu.barrier_wait(self.empty.at[slot])
-
-
-def ring_barriers(
-    slots: int, num_warpgroups: int, copies: int = 1, names: tuple[str, str] = ("full", "empty")
-) -> dict[str, Any]:
-    """Return the barriers of a ring whose tiles consist of some copies each."""
-    full, empty = names
-    return {
-        full: plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
-        empty: plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=slots),
-    }
+from xlstm_jax.kernels.mosaic_ring import COLUMN, MATRIX, ROW
 
 
 def add_products(
@@ -218,18 +135,3 @@ def launch(
     )(*inputs.values())
     # In a scan that stacks results, XLA would run the kernel once for the stack and once more for other uses.
     return dict(zip(outputs, lax.optimization_barrier(results), strict=True))
-
-
-def cooperate(num_warpgroups: int, *, compute: Callable[[Any], None], move: Callable[[], None]) -> None:
-    """Give the computing warpgroups most registers and their work, and the last one that of moving data."""
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup < num_warpgroups)
-    def _() -> None:
-        plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
-        compute(warpgroup)
-
-    @pl.when(warpgroup == num_warpgroups)
-    def _() -> None:
-        plgpu.set_max_registers(MOVING_REGISTERS, action="decrease")
-        move()
