@@ -6,11 +6,20 @@ Products    [64 units, 8 rows] = recurrent tiles [64, 64], in registers or share
             to each other in shared memory at one barrier a step. Rows are the narrow side, as a recurrence waits for
             the latency of its products and not for their throughput.
 Tiles       stay on chip for the whole sequence. In registers they cost nothing to read; those of 192 units do not fit,
-            so half of them are in shared memory, and each product takes turns between both.
-Interpreter it has no products with an operand in registers: there all tiles are in shared memory.
+            so two thirds of them are in shared memory, which leaves enough registers that none are spilled.
+Inputs      come into a ring in shared memory, so that no step waits for memory and none are held in registers. A
+            warpgroup asks for those of a later step once all its threads have read the slot. Where tiles fill shared
+            memory, the inputs of the next step are asked for in registers.
+Order       between two products there is nothing but what the second one waits for. Results are written, and inputs
+            read, while tensor cores compute.
+Compilers   undo both: they compute all descriptors of tiles before the loop, for which there are no registers, and move
+            what could be computed during a product behind it. `Block.unknown_zero` keeps them from it.
+Interpreter it has no products with an operand in registers: there all tiles are in shared memory. It cannot see `CELLS`
+            in `LINES` either, so that there cells are saved as they are.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
-from xlstm_jax.kernels.slstm.mosaic.limits import ROWS
+from xlstm_jax.kernels.slstm.mosaic.limits import ROWS, SAVED
 
 UNITS = 64
 """Units of a warpgroup: the height of a tensor-core product."""
@@ -32,6 +41,10 @@ ALONG_UNITS = plgpu.Layout.WGMMA_TRANSPOSED
 """As `WGMMA`, but a thread has neighbouring units, not rows: so it reads and writes arrays whose last axis is units."""
 OF_ROW = plgpu.Layout.WGMMA.reduce(0)
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+TILED_FLOATS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+CELLS = UNITS, ROWS
+LINES = 2, UNITS * ROWS // 2
+"""What is saved of the cells of a warpgroup, for copies: quick for long axes, and at most 256 numbers of each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +54,9 @@ class Tiling:
     head_dim: int
     num_tiles_in_smem: int
     """Of the recurrent tiles of a warpgroup; the others are in registers."""
-    fetches_early: bool
-    """Whether inputs are asked for a whole step ahead, which takes registers; else during the product before."""
+    ring_depth: int
+    """Steps whose inputs are in shared memory, where one that is read makes room for another; 0 if in registers."""
+    is_backward: bool
 
     @property
     def num_warpgroups(self) -> int:
@@ -54,11 +68,11 @@ class Tiling:
         return TILE_ORDER.index(gate) * self.num_warpgroups + block
 
 
-def tiling_of(head_dim: int, interpret: Any = None) -> Tiling:
+def tiling_of(head_dim: int, *, is_backward: bool, interpret: Any = None) -> Tiling:
     """Return the layout for a head of this size."""
     is_large = head_dim == 192
-    num_tiles = 4 * head_dim // UNITS if interpret else 6 * is_large
-    return Tiling(head_dim, num_tiles, fetches_early=not is_large)
+    num_tiles = 4 * head_dim // UNITS if interpret else 8 * is_large
+    return Tiling(head_dim, num_tiles, 0 if is_large else 4, is_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,19 +85,23 @@ class Options:
     interpret: Any = None
 
 
+def saved_shape(num_warpgroups: int, num_steps: int, options: Options) -> tuple[int, ...]:
+    """Return the shape of what is saved; steps are all positions of all heads and groups of rows."""
+    return num_steps, SAVED, num_warpgroups, *(CELLS if options.interpret else LINES)
+
+
 class Block:
     """What both kernels do alike: the tiles of this block, the exchange between its warpgroups, loads and stores."""
 
-    def __init__(
-        self, tiling: Tiling, options: Options, tiles_ref: Any, flags_ref: Any, tiles_smem: Any, barriers: list
-    ):
+    def __init__(self, tiling: Tiling, options: Options, tiles_ref: Any, flags_ref: Any, scratch: tuple):
         self.tiling, self.options = tiling, options
         self.head, self.group = lax.axis_index("head"), lax.axis_index("group")
         self.warpgroup = lax.axis_index("warpgroup") if tiling.num_warpgroups > 1 else 0
         self.units = pl.ds(self.warpgroup * UNITS, UNITS)
         self.rows = pl.ds(self.group * ROWS, ROWS)
-        self.flags_ref, self.tiles_smem = flags_ref, tiles_smem
-        self.arrived, self.handed_over = barriers
+        self.flags_ref = flags_ref
+        self.tiles_smem, self.exchange, self.arrived, self.handed_over, *ring = scratch
+        self.filled, *self.rings = ring or [None]
         self._load_tiles(tiles_ref)
 
     def _load_tiles(self, tiles_ref):
@@ -98,10 +116,17 @@ class Block:
         if in_smem:
             plgpu.barrier_wait(self.arrived.at[self.warpgroup])
 
-    def multiply(self, accumulator: Any, gate: int, block: int, exchanged: Any) -> None:
-        """Start to add the product of a recurrent tile with 64 exchanged values of each row."""
+    def unknown_zero(self) -> jax.Array:
+        """Return a zero that the compiler has to take for any number; `zero & step` is one that each step changes."""
+        return (self.flags_ref[0, 0, 0, 0] > 2).astype(jnp.int32)  # Flags are 0 or 1.
+
+    def multiply(self, accumulator: Any, gate: int, block: int, exchanged: Any, zero: Any) -> None:
+        """Start to add the product of a recurrent tile with 64 exchanged values of each row.
+
+        As tiles seem to lie elsewhere in each step, their descriptors are computed where they are used.
+        """
         tile = self.tiling.tile(gate, block)
-        tile = self.tiles[tile] if tile in self.tiles else self.tiles_smem.at[self.warpgroup, tile]
+        tile = self.tiles[tile] if tile in self.tiles else self.tiles_smem.at[self.warpgroup + zero, tile]
         plgpu.wgmma(accumulator, tile, exchanged.transpose((1, 0)))
 
     def publish(self) -> None:
@@ -115,14 +140,51 @@ class Block:
         if self.tiling.num_warpgroups > 1:
             plgpu.barrier_wait(self.handed_over)
 
+    def ask(self, step: Any, sources: list) -> tuple[jax.Array, ...]:
+        """Ask for the inputs of a step, one source for each ring; return those that come into registers."""
+        if not self.tiling.ring_depth:
+            return _read(sources)
+        slot = self._slot(step)
+        for source, ring in zip(sources, self.rings, strict=True):
+            target = seen_as(source.shape, ring.at[slot, self.warpgroup])
+            plgpu.copy_gmem_to_smem(source, target, self._filled(slot))
+        return ()
+
+    def receive(self, step: Any, asked: tuple[jax.Array, ...]) -> list[jax.Array]:
+        """Wait for the inputs of a step, of which `ask` has returned `asked`, and return all as `[units, rows]`."""
+        if self.tiling.ring_depth:
+            slot = self._slot(step)
+            plgpu.barrier_wait(self._filled(slot))
+            asked = _read([ring.at[slot, self.warpgroup] for ring in self.rings])
+        return [_by_row(x) for x in asked]
+
+    def drain(self, steps: range) -> None:
+        """Wait for inputs that nobody reads, if they go into the ring: it must outlive their copies."""
+        for step in steps:
+            plgpu.barrier_wait(self._filled(self._slot(step)))
+
+    def _slot(self, step):
+        return step % self.tiling.ring_depth if isinstance(step, int) else lax.rem(step, self.tiling.ring_depth)
+
+    def _filled(self, slot):
+        return self.filled.at[slot * self.tiling.num_warpgroups + self.warpgroup]
+
+    def source(self, ref: Any, *index: Any) -> Any:
+        """Return `[rows, units]` of `ref[rows, *index, head, units]`."""
+        return ref.at[self.rows, *index, self.head, self.units]
+
+    def saved(self, ref: Any, position: Any) -> Any:
+        """Return what is saved of a position, `[SAVED, warpgroup, *LINES]`."""
+        num_heads, num_groups = lax.axis_size("head"), lax.axis_size("group")
+        return ref.at[(position * num_heads + self.head) * num_groups + self.group]
+
     def load(self, ref: Any, *index: Any) -> jax.Array:
-        """Ask for `[units, rows]` of `ref[rows, *index, head, units]`; `by_row` turns them, once they are there."""
-        mine = ref.at[self.rows, *index, self.head, self.units].transpose((1, 0))
-        return plgpu.load(mine, layout=ALONG_UNITS, optimized=False)
+        """Read `[units, rows]` of `ref[rows, *index, head, units]`."""
+        return _by_row(*_read([self.source(ref, *index)]))
 
     def store(self, ref: Any, *index: Any, value: jax.Array) -> None:
         """Write `[units, rows]` to `ref[rows, *index, head, units]`."""
-        mine = ref.at[self.rows, *index, self.head, self.units].transpose((1, 0))
+        mine = self.source(ref, *index).transpose((1, 0))
         _store(mine, plgpu.layout_cast(value.astype(ref.dtype), ALONG_UNITS))
 
     def flags(self, position: Any) -> tuple[jax.Array, ...]:
@@ -146,9 +208,38 @@ class Block:
         return unless_begins, if_counts
 
 
-def by_row(x: jax.Array) -> jax.Array:
-    """Turn what `load` has given into the float32 numbers and the layout of an accumulator."""
+def seen_as(shape: tuple[int, ...], ref: Any) -> Any:
+    """Return the same numbers in another shape."""
+    return ref if ref.shape == shape else ref.reshape(shape)
+
+
+def _read(refs: list) -> tuple[jax.Array, ...]:
+    """Read references `[rows, units]`, and all that is saved of references `[SAVED, ...]`."""
+    values = []
+    for ref in refs:
+        if ref.shape == (ROWS, UNITS):
+            values.append(plgpu.load(ref.transpose((1, 0)), layout=ALONG_UNITS, optimized=False))
+        else:
+            saved = [seen_as(CELLS, ref.at[i]) for i in range(SAVED)]
+            values.extend(plgpu.load(cells, layout=WGMMA, optimized=False) for cells in saved)
+    return tuple(values)
+
+
+def _by_row(x: jax.Array) -> jax.Array:
+    """Turn what was read into the float32 numbers and the layout of an accumulator, `[units, rows]`."""
     return plgpu.layout_cast(x, WGMMA).astype(jnp.float32)
+
+
+def start(products: list[Callable[[], None]], tasks: list[Callable[[], Any]]) -> list:
+    """Start products, and do tasks: one after each product from the fifth on, the others at the end; return results.
+
+    Warpgroups share tensor cores: while one does something else, they work for others.
+    """
+    waiting, results = iter(tasks), []
+    for i, product in enumerate(products):
+        product()
+        results += [task() for task in itertools.islice(waiting, int(i >= 4))]
+    return results + [task() for task in waiting]
 
 
 def _store(ref, value: jax.Array):
@@ -170,11 +261,28 @@ def split_lead(lead: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def launch(
-    body: Callable[..., None], tiling: Tiling, options: Options, outputs: list, num_exchanged: int, arguments: tuple
+    body: Callable[..., None],
+    tiling: Tiling,
+    options: Options,
+    outputs: list,
+    inputs: list[jax.ShapeDtypeStruct],
+    arguments: tuple,
 ) -> list[jax.Array]:
-    """Run a kernel for all heads and groups of rows; `num_exchanged` tiles of values are handed over at each step."""
+    """Run a kernel for all heads and groups of rows; `inputs` says what a ring holds of a warpgroup and a step."""
     num_heads, num_groups = arguments[0].shape[0], outputs[0].shape[0] // ROWS
     w, in_smem = tiling.num_warpgroups, tiling.num_tiles_in_smem
+    num_exchanged = 4 * w if tiling.is_backward else w
+
+    def ring(tile: jax.ShapeDtypeStruct) -> Any:
+        transforms = TILED if tile.dtype == jnp.bfloat16 else TILED_FLOATS
+        is_tiled = tile.shape == (ROWS, UNITS)
+        shape = tiling.ring_depth, w, *tile.shape
+        return plgpu.SMEM(shape, tile.dtype, transforms=transforms if is_tiled else ())
+
+    rings = []
+    if tiling.ring_depth:
+        filled = plgpu.Barrier(num_barriers=tiling.ring_depth * w, num_arrivals=len(inputs))
+        rings = [filled, *map(ring, inputs)]
     return plgpu.kernel(
         body,
         out_type=outputs,
@@ -187,6 +295,7 @@ def launch(
             plgpu.SMEM((2, num_exchanged, ROWS, UNITS), jnp.bfloat16, transforms=TILED),
             plgpu.Barrier(num_barriers=w),
             plgpu.Barrier(num_arrivals=w),
+            *rings,
         ],
         # What a warpgroup writes to shared memory is read by tensor cores alone, after `publish`.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),

@@ -9,7 +9,8 @@ HEAD_DIMS = (64, 128, 192)
 ROWS = 8
 """Sequences in a block: the least width of a tensor-core product."""
 SAVED = 6
-"""Kept of each position: the lead of the input gate, sigmoid(-f), z, o, and cell and normaliser as it found them."""
+"""Kept of each position: the lead of the input gate, log sigmoid(-f), z, the pre-activation of o, and cell and
+normaliser as it found them."""
 MAX_CELLS = 2**31 // SAVED
 """Places in memory are counted in 32 bits."""
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from xlstm_jax.kernels.keep import keep
-from xlstm_jax.kernels.slstm.mosaic.block import TILE_ORDER, UNITS, Options, launch, tiling_of
+from xlstm_jax.kernels.slstm.mosaic.block import CELLS, TILE_ORDER, UNITS, Options, launch, saved_shape, tiling_of
 from xlstm_jax.kernels.slstm.mosaic.kernels import backward_body, forward_body
 from xlstm_jax.kernels.slstm.mosaic.limits import ROWS, SAVED
 from xlstm_jax.kernels.slstm.state import SLSTMState
@@ -40,7 +40,8 @@ def slstm_mosaic(
 
 def _run_forward(gates, recurrent, state: SLSTMState, resets, mask, interpret, saves: bool):
     b, s, _, h, d = gates.shape
-    tiling, options = tiling_of(d, interpret), Options(resets is not None, mask is not None, saves, interpret)
+    tiling = tiling_of(d, is_backward=False, interpret=interpret)
+    options = Options(resets is not None, mask is not None, saves, interpret)
     gates, states, flags = _whole_groups(gates, jnp.stack(state, axis=1), _flags(resets, mask, b))
     rows = len(gates)
     outputs = [
@@ -48,10 +49,12 @@ def _run_forward(gates, recurrent, state: SLSTMState, resets, mask, interpret, s
         jax.ShapeDtypeStruct((rows, 4, h, d), jnp.float32),
     ]
     if saves:
-        outputs.append(jax.ShapeDtypeStruct((s, h, rows // ROWS, SAVED, d, ROWS), jnp.float32))
+        shape = saved_shape(tiling.num_warpgroups, s * h * rows // ROWS, options)
+        outputs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     arguments = _tiles(recurrent, is_transposed=True), gates, states, _by_position(flags)
     body = forward_body(tiling, options, s)
-    hidden, last, *saved = launch(body, tiling, options, outputs, tiling.num_warpgroups, arguments)
+    inputs = [jax.ShapeDtypeStruct((ROWS, UNITS), gates.dtype)] * 4
+    hidden, last, *saved = launch(body, tiling, options, outputs, inputs, arguments)
     return hidden[:b], SLSTMState(*jnp.moveaxis(last[:b], 1, 0)), saved
 
 
@@ -65,7 +68,8 @@ def _backward(interpret, residuals, cotangents):
     recurrent, first_hidden, resets, mask, hidden, saved = residuals
     dhidden, dlast = cotangents
     b, s, h, d = hidden.shape
-    tiling, options = tiling_of(d, interpret), Options(resets is not None, mask is not None, False, interpret)
+    tiling = tiling_of(d, is_backward=True, interpret=interpret)
+    options = Options(resets is not None, mask is not None, False, interpret)
     dhidden, dlast, flags = _whole_groups(dhidden, jnp.stack(dlast[:3], axis=1), _flags(resets, mask, b))
     rows = len(dhidden)
     outputs = [
@@ -74,7 +78,11 @@ def _backward(interpret, residuals, cotangents):
     ]
     arguments = _tiles(recurrent, is_transposed=False), saved, dhidden, dlast, _by_position(flags)
     body = backward_body(tiling, options, s)
-    draws, dfirst = launch(body, tiling, options, outputs, 4 * tiling.num_warpgroups, arguments)
+    inputs = [
+        jax.ShapeDtypeStruct((SAVED, *CELLS), jnp.float32),
+        jax.ShapeDtypeStruct((ROWS, UNITS), dhidden.dtype),
+    ]
+    draws, dfirst = launch(body, tiling, options, outputs, inputs, arguments)
     draws, (dfirst_hidden, dcell, dnormalizer) = draws[:b], jnp.moveaxis(dfirst[:b], 1, 0)
     hidden_before = jnp.concatenate([first_hidden[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
     if resets is not None:
