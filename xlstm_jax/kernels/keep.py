@@ -1,4 +1,4 @@
-"""A name for what kernels keep for their backward pass: with it, rematerialisation can keep it too."""
+"""Names for what kernels keep for their backward pass: with them, rematerialisation can keep it too."""
 
 from typing import TypeVar
 
@@ -6,10 +6,12 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 KEPT = "kept by a kernel"
+SMALL = "small, and much work to compute"
+"""What is kept even where all else is computed again."""
 
 Tree = TypeVar("Tree")
 
 
-def keep(tree: Tree) -> Tree:
-    """Give the arrays of a tree the name `KEPT`, by which a policy of `jax.checkpoint` can save them."""
-    return jax.tree.map(lambda x: checkpoint_name(x, KEPT), tree)
+def keep(tree: Tree, name: str = KEPT) -> Tree:
+    """Give the arrays of a tree a name by which a policy of `jax.checkpoint` can save them."""
+    return jax.tree.map(lambda x: checkpoint_name(x, name), tree)

@@ -16,6 +16,7 @@ from xlstm_jax.distributed.dense import SplitKernel
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.kernels.cross_entropy import api as cross_entropy
 from xlstm_jax.kernels.cross_entropy.plain import compute_logits
+from xlstm_jax.kernels.keep import SMALL, keep
 from xlstm_jax.models.shared.utils import soft_cap_logits
 
 
@@ -95,7 +96,7 @@ def _losses_forward(x, kernel, targets, axis_name, options):
     if axis_size(axis_name) > 1:
         own_largest, largest = largest, lax.pmax(largest, axis_name)
         totals, target_logits = lax.psum((totals * jnp.exp(own_largest - largest), target_logits), axis_name)
-    log_totals = jnp.log(totals) + largest
+    log_totals = keep(jnp.log(totals) + largest, SMALL)
     return (log_totals - target_logits, target_logits >= largest), (x, kernel, own_targets, log_totals)
 
 

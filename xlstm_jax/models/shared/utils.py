@@ -6,9 +6,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_policies
 
 from xlstm_jax.distributed.data_parallel import shard_module_params
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
+from xlstm_jax.kernels.keep import SMALL
 
 
 def prepare_module(
@@ -40,7 +42,7 @@ def prepare_module(
 def _remat(layer: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     if isinstance(layer, functools.partial):
         return functools.partial(_remat(layer.func), *layer.args, **layer.keywords)
-    wrapped = nn.remat(layer, prevent_cse=False)
+    wrapped = nn.remat(layer, prevent_cse=False, policy=checkpoint_policies.save_only_these_names(SMALL))
     wrapped.__name__ = layer.__name__
     return wrapped
 
