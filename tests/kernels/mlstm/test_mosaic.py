@@ -15,6 +15,7 @@ from xlstm_jax.kernels.mlstm.mosaic.tiling import HEAD_DIMS, Tiling, choose_tili
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
 needs_hopper = pytest.mark.skipif(hopper_problem() is not None, reason="there is no Hopper GPU")
+on_a_simulated_gpu = pytest.mark.skipif(hopper_problem() is None, reason="the kernels themselves are tested here")
 
 OUTPUTS = ["hidden", "memory", "normalizer"]
 INPUTS = ["q", "k", "v", "igate", "fgate", "state.memory", "state.normalizer"]
@@ -126,6 +127,7 @@ def test_every_tiling_lowers_for_a_gpu(dims, documents):
 
 
 @needs_mosaic
+@on_a_simulated_gpu
 @pytest.mark.parametrize(
     ("dims", "num_heads", "num_sms", "segments", "options"),
     [
@@ -151,6 +153,7 @@ WIDE = {"output_stages": 1, "output_slots": 5, "pair_stages": 1, "pair_slots": 3
 
 
 @needs_mosaic
+@on_a_simulated_gpu
 @pytest.mark.parametrize(
     ("changes", "options"),
     [({}, {"with_state": False}), (WIDE, {"reset_rate": 0.01})],
