@@ -4,7 +4,8 @@ The vocabulary may be split over devices, so there are two halves, between which
 Plain JAX computes the logits of a few tokens at a time; on Hopper GPUs, the forward pass has none in memory at all.
 """
 
-from typing import Any
+import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from jaxtyping import Array, Float, Int
 from xlstm_jax.kernels.cross_entropy import plain
 from xlstm_jax.kernels.cross_entropy.tiling import tiling_problem
 from xlstm_jax.kernels.hopper import hopper_problem
+from xlstm_jax.kernels.log import say_once
+
+LOGGER = logging.getLogger(__name__)
 
 
 def vocabulary_sums(
@@ -38,7 +42,7 @@ def vocabulary_sums(
     Returns:
         The three numbers of each token; a logit of zero for a target elsewhere.
     """
-    if fused_problem(x.shape[0], kernel.shape[0], kernel.shape[1], dtype) is None:
+    if _is_fused(x.shape[0], kernel, dtype):
         from xlstm_jax.kernels.cross_entropy import mosaic
 
         return mosaic.vocabulary_sums(x.astype(dtype), kernel.astype(dtype), targets, cap=cap)
@@ -68,19 +72,16 @@ def gradients(
         tokens_per_chunk: How many tokens are treated at once.
     """
     narrow = kernel.astype(dtype)
-    run: Any = plain.logit_gradients
-    options: dict[str, Any] = {"cap": cap}
-    if fused_problem(min(tokens_per_chunk, x.shape[0]), kernel.shape[0], kernel.shape[1], dtype) is None:
+    logit_gradients = functools.partial(plain.logit_gradients, dtype=dtype, cap=cap)
+    if _is_fused(min(tokens_per_chunk, x.shape[0]), kernel, dtype):
         from xlstm_jax.kernels.cross_entropy import mosaic
 
-        run = mosaic.logit_gradients
-    else:
-        options["dtype"] = dtype
+        logit_gradients = functools.partial(mosaic.logit_gradients, cap=cap)
 
     def of_chunk(dkernel: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         features, *rest = chunk
         features = features.astype(dtype)
-        dlogits = run(features, narrow, *rest, **options)
+        dlogits = logit_gradients(features, narrow, *rest)
         dfeatures = jnp.matmul(dlogits, narrow.T, preferred_element_type=x.dtype)
         return dkernel + jnp.matmul(features.T, dlogits, preferred_element_type=kernel.dtype), dfeatures
 
@@ -91,6 +92,14 @@ def gradients(
 
 def fused_problem(num_tokens: int, num_features: int, vocab_size: int, dtype: DTypeLike) -> str | None:
     """Return why logits are computed in plain JAX, or `None` if the kernels for Hopper GPUs compute them."""
+    if problem := hopper_problem():
+        return problem
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the kernels for Hopper GPUs multiply in bfloat16, not in {jnp.dtype(dtype).name}"
-    return tiling_problem(num_tokens, num_features, vocab_size) or hopper_problem()
+    return tiling_problem(num_tokens, num_features, vocab_size)
+
+
+def _is_fused(num_tokens: int, kernel: jax.Array, dtype: DTypeLike) -> bool:
+    problem = fused_problem(num_tokens, kernel.shape[0], kernel.shape[1], dtype)
+    say_once(LOGGER, "Loss: " + ("the kernels for Hopper GPUs." if problem is None else f"plain JAX, as {problem}."))
+    return problem is None

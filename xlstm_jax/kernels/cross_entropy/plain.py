@@ -5,12 +5,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from xlstm_jax.kernels.soft_cap import soft_cap_logits
+
 
 def compute_logits(x: jax.Array, kernel: jax.Array, *, dtype: DTypeLike, cap: float | None) -> jax.Array:
     """Multiply in a precision with sums in float32 at least, and squash the products into (-cap, cap)."""
     wide = jnp.promote_types(dtype, jnp.float32)
     logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=wide)
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+    return soft_cap_logits(logits, cap)
 
 
 def vocabulary_sums(

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
+from xlstm_jax.kernels.mosaic_gpu import pl, plgpu, store
 from xlstm_jax.kernels.norms.tiling import LANES, WARPS, Tiling, choose_tiling, num_blocks
 
 LOG2_E = 1.4426950408889634
@@ -263,7 +263,7 @@ def _walk(
             ahead = load(jnp.where(tile + stride < num_tiles, tile + stride, tile))
             computed, added = compute(rows, column, *(x.astype(jnp.float32) for x in loaded))
             for ref, x in zip(outputs, computed, strict=True):
-                _store(ref.at[pl.ds(tile * tiling.rows, tiling.rows), head], x.astype(ref.dtype))
+                store(ref.at[pl.ds(tile * tiling.rows, tiling.rows), head], x.astype(ref.dtype))
             return ahead, sums + added if has_sums else sums
 
         start = load(block), rows.zeros() if has_sums else ()
@@ -272,12 +272,12 @@ def _walk(
         if has_sums:
             sums_ref, staging = refs[-2:]
             if tiling.rows == 1:
-                _store(sums_ref.at[pl.ds(block, 1), head], sums)
+                store(sums_ref.at[pl.ds(block, 1), head], sums)
             else:
-                _store(staging, sums)
+                store(staging, sums)
                 plgpu.commit_smem()  # which waits for all threads
                 by_column = plgpu.load(staging, layout=COLUMNS, optimized=False)
-                _store(sums_ref.at[block, head], jnp.sum(by_column, axis=0))
+                store(sums_ref.at[block, head], jnp.sum(by_column, axis=0))
 
     body.__name__ = name
     results = plgpu.kernel(
@@ -295,10 +295,3 @@ def _walk(
     # In a scan that stacks results, XLA would run the kernel once for the stack and once more for other uses.
     results = lax.optimization_barrier(results)
     return [*results[:num_outputs], *(jnp.sum(parts, axis=0) for parts in results[num_outputs:])]
-
-
-def _store(ref: Any, x: jax.Array) -> None:
-    if hasattr(plgpu, "store"):  # From jax 0.12 on, a plain store insists on whole sectors of 32 bytes.
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x

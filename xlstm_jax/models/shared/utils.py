@@ -3,14 +3,15 @@
 import functools
 from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_policies
 
 from xlstm_jax.distributed.data_parallel import shard_module_params
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.kernels.keep import SMALL
+from xlstm_jax.kernels.soft_cap import soft_cap_logits
+
+__all__ = ["prepare_module", "soft_cap_logits"]
 
 
 def prepare_module(
@@ -45,8 +46,3 @@ def _remat(layer: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     wrapped = nn.remat(layer, prevent_cse=False, policy=checkpoint_policies.save_only_these_names(SMALL))
     wrapped.__name__ = layer.__name__
     return wrapped
-
-
-def soft_cap_logits(logits: jax.Array, cap_value: float | jax.Array | None) -> jax.Array:
-    """Squash logits into (-cap, cap) with `cap * tanh(logits / cap)`; `None` leaves them as they are."""
-    return logits if cap_value is None else cap_value * jnp.tanh(logits / cap_value)

@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
+from xlstm_jax.kernels.mosaic_gpu import pl, plgpu, store
+from xlstm_jax.kernels.mosaic_ring import TILED
 from xlstm_jax.kernels.slstm.mosaic.limits import ROWS, SAVED
 
 UNITS = 64
@@ -40,7 +41,6 @@ WGMMA = plgpu.Layout.WGMMA
 ALONG_UNITS = plgpu.Layout.WGMMA_TRANSPOSED
 """As `WGMMA`, but a thread has neighbouring units, not rows: so it reads and writes arrays whose last axis is units."""
 OF_ROW = plgpu.Layout.WGMMA.reduce(0)
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 TILED_FLOATS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 CELLS = UNITS, ROWS
 LINES = 2, UNITS * ROWS // 2
@@ -185,7 +185,7 @@ class Block:
     def store(self, ref: Any, *index: Any, value: jax.Array) -> None:
         """Write `[units, rows]` to `ref[rows, *index, head, units]`."""
         mine = self.source(ref, *index).transpose((1, 0))
-        _store(mine, plgpu.layout_cast(value.astype(ref.dtype), ALONG_UNITS))
+        store(mine, plgpu.layout_cast(value.astype(ref.dtype), ALONG_UNITS))
 
     def flags(self, position: Any) -> tuple[jax.Array, ...]:
         """Load what is said of each row at a position: whether it begins, and whether it counts."""
@@ -240,13 +240,6 @@ def start(products: list[Callable[[], None]], tasks: list[Callable[[], Any]]) ->
         product()
         results += [task() for task in itertools.islice(waiting, int(i >= 4))]
     return results + [task() for task in waiting]
-
-
-def _store(ref, value: jax.Array):
-    if hasattr(plgpu, "store"):  # From jax 0.12 on, a plain store insists on whole sectors of 32 bytes.
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 def reciprocal(x: jax.Array) -> jax.Array:
