@@ -85,15 +85,16 @@ def test_the_kernel_s_gradient_does_not_suffer_from_many_chunks_in_bfloat16():
 
 @needs_mosaic
 @on_a_simulated_gpu
-@pytest.mark.parametrize(("vocab_size", "cap"), [(512, 3.0), (320, None)])  # the second does not end with a tile
-def test_simulated_kernels_compute_losses_and_gradients(vocab_size, cap, monkeypatch):
+# Tiles of 256 logits: two in one walk; two in each of two walks, of which the last is not full.
+@pytest.mark.parametrize(("vocab_size", "splits", "cap"), [(512, 1, 3.0), (832, 2, None)])
+def test_simulated_kernels_compute_losses_and_gradients(vocab_size, splits, cap, monkeypatch):
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     from xlstm_jax.kernels.cross_entropy import mosaic
 
     x, kernel, targets, dlosses = drawn(256, 128, vocab_size)
     kernel = kernel.astype(jnp.bfloat16)
-    monkeypatch.setattr(mosaic, "num_splits", lambda _: 2)
+    monkeypatch.setattr(mosaic, "num_splits", lambda _: splits)
     options = {"cap": cap, "interpret": plgpu.InterpretGPUParams()}
 
     def gradients(*arrays):
