@@ -4,11 +4,13 @@ A `ColumnDense` followed by a `RowDense` is a feed-forward layer in which each d
 features; the only communication is one sum at the end. With one device, or no mesh, both are plain dense layers.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax import lax
 from jax.typing import DTypeLike
@@ -96,16 +98,55 @@ class ColumnDense(SplitModule):
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return this device's outputs for whole inputs."""
-        shape = (x.shape[-1], self.features)
-        kernel = self.split_param("kernel", self.kernel_init, shape, self.param_dtype, 1, self.axis_name)
-        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
-        if self.use_bias:
-            bias = self.split_param("bias", self.bias_init, (self.features,), self.param_dtype, 0, self.axis_name)
-            y = y + bias.astype(self.dtype)
+        (y,) = apply_to_same(x, [self])
         return y
+
+    @nn.compact
+    def own_params(self, num_inputs: int) -> tuple[jax.Array, jax.Array | None]:
+        """Return this device's part of the kernel, and of the bias if there is one."""
+
+        def own(name: str, init: Callable, shape: tuple[int, ...]) -> jax.Array:
+            return self.split_param(name, init, shape, self.param_dtype, len(shape) - 1, self.axis_name)
+
+        kernel = own("kernel", self.kernel_init, (num_inputs, self.features))
+        return kernel, own("bias", self.bias_init, (self.features,)) if self.use_bias else None
+
+
+def apply_to_same(x: jax.Array, layers: Sequence[ColumnDense]) -> list[jax.Array]:
+    """Apply layers of one precision to the same whole inputs, whose gradient is then one product, not a sum of many."""
+    params = [layer.own_params(x.shape[-1]) for layer in layers]
+    dtype = jnp.dtype(layers[0].dtype)
+    outputs: Any = _products(x.astype(dtype), tuple(kernel for kernel, _ in params), dtype)
+    return [y if bias is None else y + bias.astype(dtype) for y, (_, bias) in zip(outputs, params, strict=True)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _products(x: jax.Array, kernels: tuple[jax.Array, ...], dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+    """Multiply features by each of some kernels."""
+    outputs, _ = _products_forward(x, kernels, dtype)
+    return outputs
+
+
+def _products_forward(x, kernels, dtype):
+    return tuple(x @ kernel.astype(dtype) for kernel in kernels), (x, kernels)
+
+
+def _products_backward(dtype, residuals, gradients):
+    """Lay all gradients side by side: sums over layers are then those within a product.
+
+    They are stored like that, as XLA would otherwise put them together once more for each product.
+    """
+    x, kernels = residuals
+    dy, kernel = (jnp.concatenate(parts, axis=-1) for parts in (gradients, kernels))
+    dy, kernel = lax.optimization_barrier((dy, kernel.astype(dtype)))
+    dkernel = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=kernels[0].dtype)
+    ends = np.cumsum([part.shape[-1] for part in kernels])
+    return dy @ kernel.T, tuple(jnp.split(dkernel, ends[:-1], axis=-1))
+
+
+_products.defvjp(_products_forward, _products_backward)
 
 
 class RowDense(SplitModule):

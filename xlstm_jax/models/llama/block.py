@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from xlstm_jax.distributed.array_utils import axis_size
-from xlstm_jax.distributed.dense import ColumnDense, RowDense
+from xlstm_jax.distributed.dense import ColumnDense, RowDense, apply_to_same
 from xlstm_jax.models.llama.attention import (
     KVCache,
     append,
@@ -77,11 +77,14 @@ class SelfAttentionBlock(nn.Module):
         """Compute the queries, keys and values of this device's heads."""
         config = self.config
         heads = {"q": config.num_heads, "k": config.kv_heads, "v": config.kv_heads}
-        q, k, v = (
-            ColumnDense(
-                number * config.head_dim, kernel_init=small_init(config.embedding_dim), name=name, **_common(config)
-            )(x).reshape(*x.shape[:-1], _own_heads(config, number), config.head_dim)
+        init = small_init(config.embedding_dim)
+        layers = [
+            ColumnDense(number * config.head_dim, kernel_init=init, name=name, **_common(config))
             for name, number in heads.items()
+        ]
+        q, k, v = (
+            y.reshape(*x.shape[:-1], _own_heads(config, number), config.head_dim)
+            for y, number in zip(apply_to_same(x, layers), heads.values(), strict=True)
         )
         if config.qk_norm:
             q, k = _norm(config, "q_norm")(q), _norm(config, "k_norm")(k)

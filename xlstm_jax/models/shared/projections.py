@@ -15,7 +15,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.array_utils import axis_size
-from xlstm_jax.distributed.dense import ColumnDense, SplitModule
+from xlstm_jax.distributed.dense import ColumnDense, SplitModule, apply_to_same
 
 GATES = ("igate", "fgate")
 GROUPS = ("q", "k", "v", "ogate"), GATES, ("gate", "up")
@@ -65,7 +65,7 @@ def project(module: nn.Module, x: jax.Array, layers: Mapping[str, Mapping[str, A
     """
     together = "+".join(layers)
     if not module.has_variable("params", together):
-        return [ColumnDense(name=name, **arguments, **common)(x) for name, arguments in layers.items()]
+        return apply_to_same(x, [ColumnDense(name=name, **arguments, **common) for name, arguments in layers.items()])
     features = [arguments["features"] for arguments in layers.values()]
     ends = np.cumsum(features) // axis_size(common["axis_name"])
     dense = TransposedDense if tuple(layers) == GATES else ColumnDense

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from xlstm_jax.distributed.array_utils import axis_size, split_array_over_mesh
-from xlstm_jax.distributed.dense import ColumnDense, RowDense, SplitModule
+from xlstm_jax.distributed.dense import ColumnDense, RowDense, SplitModule, apply_to_same
 from xlstm_jax.kernels.mlstm import MLSTMState, empty_state
 from xlstm_jax.models.shared.conv import CausalConv
 from xlstm_jax.models.shared.init import small_init, wang_init
@@ -43,9 +43,8 @@ class MLSTMUpLayer(SplitModule):
         num_heads, param_dtype = config.num_heads // axis_size(axis_name), jnp.dtype(config.param_dtype)
         state = init_mlstm_up_state(config, x.shape[0]) if state is None else state
         up_init, common = small_init(config.embedding_dim), common_arguments(config)
-        inner, gate = (
-            ColumnDense(config.inner_dim, kernel_init=up_init, name=name, **common)(x) for name in ("up", "gate")
-        )
+        wide = [ColumnDense(config.inner_dim, kernel_init=up_init, name=name, **common) for name in ("up", "gate")]
+        inner, gate = apply_to_same(x, wide)
         conv = CausalConv(config.conv_kernel_size, axis_name, jnp.dtype(config.dtype), param_dtype, name="conv")
         convolved, conv_state = conv(inner, state.conv, context.document_borders)
         activated = nn.silu(convolved)
