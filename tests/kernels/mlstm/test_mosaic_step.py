@@ -187,9 +187,10 @@ def named(hidden, state):
 def test_a_step_on_the_gpu_is_that_of_the_reference_and_in_place(dims, rows, heads, dtype):
     state, *token = token_of(ArgSpec(rows, 1, heads, *dims), dtype)
     expected = exact_step(state, *token)
-    step = jax.jit(functools.partial(mosaic_step, eps=1e-6), donate_argnums=0)
+    # JAX gives what is donated to the first result of its shape: to the hidden state, if keys are as wide as values.
+    step = jax.jit(lambda *arguments: mosaic_step(*arguments, eps=1e-6)[::-1], donate_argnums=0)
     pointers = [state.memory.unsafe_buffer_pointer(), state.normalizer.unsafe_buffer_pointer()]
-    hidden, last = step(state, *token)
+    last, hidden = step(state, *token)
     assert [last.memory.unsafe_buffer_pointer(), last.normalizer.unsafe_buffer_pointer()] == pointers
     assert_close_by_norm(named(hidden, last), named(*expected), relative=1e-5)
 
