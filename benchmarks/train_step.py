@@ -1,6 +1,6 @@
 """How many tokens a second one device trains, and how near that is to its arithmetic.
 
-    python benchmarks/train_step.py [--model 1.4b] [--batch 8] [--remat dots] [--backend mosaic] [--kernels]
+    python benchmarks/train_step.py [--model 1.4b] [--batch 8] [--remat dots] [--backend mosaic] [--float8] [--kernels]
 
 Takes the trainer's own compiled step, on random tokens: activations in bfloat16, parameters and AdamW's moments in
 float32, gradients clipped. A time is the median over groups of steps one after the other. The share of the peak is
@@ -36,7 +36,7 @@ MODELS = {
 GIB = 2**30
 
 
-def build(options: argparse.Namespace, folder: str) -> LLMTrainer:
+def build(options: argparse.Namespace, folder: str, optimizer: OptimizerConfig) -> LLMTrainer:
     """Make a trainer on one device."""
     parallel = ParallelConfig()
     shape = XLSTMConfig(
@@ -48,12 +48,13 @@ def build(options: argparse.Namespace, folder: str) -> LLMTrainer:
         scan_blocks=not options.unrolled,
         mlstm_backend=options.backend,
         chunk_size=options.chunk_size,
+        float8=options.float8,
         **MODELS[options.model],
     )
     return LLMTrainer(
         LLMTrainerConfig(logger=LoggerConfig(log_path=folder)),
         ModelConfig(model_class=XLSTM, parallel=parallel, model_config=shape),
-        OptimizerConfig(name="adamw", weight_decay=0.1, grad_clip_norm=1.0),
+        optimizer,
         LLMBatch.get_dtype_struct(options.batch, options.context),
         mesh=Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), ("dp", "fsdp", "pp", "tp")),
     )
@@ -86,12 +87,13 @@ def main() -> None:
     parser.add_argument("--head-dtype", default="bfloat16", help="precision of the projection to the vocabulary")
     parser.add_argument("--loss-chunk-size", type=int, default=8192, help="tokens whose logits the loss holds at once")
     parser.add_argument("--unrolled", action="store_true", help="blocks one by one, not in a scan")
+    parser.add_argument("--float8", action="store_true", help="projections in float8")
     parser.add_argument("--groups", type=int, default=5, help="how often steps are timed")
     parser.add_argument("--steps", type=int, default=4, help="steps that are timed together")
     parser.add_argument("--kernels", action="store_true", help="what a step spends its time on, on a GPU")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(options, folder)
+        trainer = build(options, folder, OptimizerConfig(name="adamw", weight_decay=0.1, grad_clip_norm=1.0))
         sharding = NamedSharding(trainer.mesh, trainer.batch_partition_specs)
         batch = jax.device_put(LLMBatch.get_sample(options.batch, options.context), sharding)
         seconds, first = measure(trainer, batch, options)

@@ -16,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.array_utils import axis_size, mean_gradient_over, slice_computed_whole
+from xlstm_jax.kernels.float8 import float8_products
 from xlstm_jax.utils.partitioned import is_partitioned, unboxed, with_names
 
 
@@ -88,6 +89,7 @@ class ColumnDense(SplitModule):
         bias_init: Initialises the bias.
         dtype: Precision of the computation.
         param_dtype: Precision of the parameters.
+        float8: Whether products are computed in float8.
     """
 
     features: int
@@ -97,6 +99,7 @@ class ColumnDense(SplitModule):
     bias_init: Callable = nn.initializers.zeros
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
+    float8: bool = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return this device's outputs for whole inputs."""
@@ -118,7 +121,8 @@ def apply_to_same(x: jax.Array, layers: Sequence[ColumnDense]) -> list[jax.Array
     """Apply layers of one precision to the same whole inputs, whose gradient is then one product, not a sum of many."""
     params = [layer.own_params(x.shape[-1]) for layer in layers]
     dtype = jnp.dtype(layers[0].dtype)
-    outputs: Any = _products(x.astype(dtype), tuple(kernel for kernel, _ in params), dtype)
+    multiply = float8_products if layers[0].float8 else _products
+    outputs: Any = multiply(x.astype(dtype), tuple(kernel for kernel, _ in params), dtype)
     return [y if bias is None else y + bias.astype(dtype) for y, (_, bias) in zip(outputs, params, strict=True)]
 
 
@@ -159,6 +163,7 @@ class RowDense(SplitModule):
         kernel_init: Initialises the kernel.
         dtype: Precision of the computation.
         param_dtype: Precision of the parameters.
+        float8: Whether products are computed in float8.
     """
 
     features: int
@@ -167,6 +172,7 @@ class RowDense(SplitModule):
     kernel_init: Callable = nn.initializers.lecun_normal()
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
+    float8: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -174,7 +180,12 @@ class RowDense(SplitModule):
         size = axis_size(self.axis_name)
         shape = (x.shape[-1] * size, self.features)
         kernel = self.split_param("kernel", self.kernel_init, shape, self.param_dtype, 0, self.axis_name)
-        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        x = x.astype(self.dtype)
+        if self.float8:
+            products: Any = float8_products(x, (kernel,), jnp.dtype(self.dtype))
+            (y,) = products
+        else:
+            y = x @ kernel.astype(self.dtype)
         if size > 1:
             y = lax.psum(y, self.axis_name)
         if self.use_bias:

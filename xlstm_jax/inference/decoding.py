@@ -14,8 +14,8 @@ def for_decoding(model: XLSTM, params: Mapping[str, Any]) -> tuple[XLSTM, dict[s
 
     A scan over blocks copies the weights and the state of each block out of their stacks, and the state back, for every
     token: with the weights of a block in arrays of their own they are read where they lie, and a state that only one
-    block has is updated in place. Call it once, before the loop over tokens; while it runs, the parameters are in
-    memory twice.
+    block has is updated in place. Nothing is rounded to float8, as weights would be for every token. Call it once,
+    before the loop over tokens; while it runs, the parameters are in memory twice.
 
     Args:
         model: The model.
@@ -30,4 +30,5 @@ def for_decoding(model: XLSTM, params: Mapping[str, Any]) -> tuple[XLSTM, dict[s
     # Only layers of these blocks look for each other.
     names = [f"block_{index}" for index, kind in enumerate(kinds) if kind == "mlstm"]
     blocks |= {name: lay_side_by_side(blocks[name]) for name in names}
-    return XLSTM(dataclasses.replace(model.config, scan_blocks=False)), {**canonical, "block_stack": blocks}
+    config = dataclasses.replace(model.config, scan_blocks=False, float8=False)
+    return XLSTM(config), {**canonical, "block_stack": blocks}

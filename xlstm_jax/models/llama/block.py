@@ -173,4 +173,5 @@ def _common(config: LlamaConfig) -> dict:
         "use_bias": config.use_bias,
         "dtype": jnp.dtype(config.dtype),
         "param_dtype": jnp.dtype(config.param_dtype),
+        "float8": config.float8,
     }

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.llama.attention import AttentionBackend, check_backend
-from xlstm_jax.models.shared.checks import check_dtypes, check_literals, check_parallel
+from xlstm_jax.models.shared.checks import check_dtypes, check_float8, check_literals, check_parallel
 from xlstm_jax.models.shared.feedforward import round_up
 from xlstm_jax.models.shared.stack import RematPolicy
 
@@ -55,6 +55,8 @@ class LlamaConfig(ConfigDict):
     param_dtype: str = "float32"
     head_dtype: str = "float32"
     """Precision of the projection to the vocabulary; logits are always float32."""
+    float8: bool = False
+    """Whether the other projections multiply in float8, forwards and backwards; for Hopper GPUs and newer ones."""
     loss_chunk_size: int = 1024
     """Tokens whose logits the loss holds at once."""
 
@@ -71,6 +73,7 @@ class LlamaConfig(ConfigDict):
         if self.logits_soft_cap is not None and self.logits_soft_cap <= 0:
             raise ConfigError(f"logits_soft_cap is {self.logits_soft_cap}, but must be positive, or None for no cap.")
         check_literals(self)
+        check_float8(self)
         check_dtypes(self, ("dtype", "param_dtype", "head_dtype"))
         check_parallel(self.parallel)
         check_backend(self.attention_backend, jnp.dtype(self.dtype), self.head_dim)

@@ -28,6 +28,12 @@ def check_dtypes(config: Any, names: tuple[str, ...]) -> None:
             raise ConfigError(f"{name} is {value!r}, but must name a floating-point type such as float32 or bfloat16.")
 
 
+def check_float8(config: Any) -> None:
+    """Raise if activations do not have the range of what is multiplied in float8."""
+    if config.float8 and config.dtype not in ("bfloat16", "float32"):
+        raise ConfigError(f"float8 needs the range of bfloat16, but dtype is {config.dtype}: set dtype to bfloat16.")
+
+
 def check_literals(config: Any) -> None:
     """Raise if a field with a list of choices has none of them."""
     for field in dataclasses.fields(config):

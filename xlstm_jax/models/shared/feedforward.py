@@ -23,6 +23,7 @@ class GatedFeedForward(nn.Module):
         use_bias: Whether the three layers have biases.
         dtype: Precision of the computation.
         param_dtype: Precision of the parameters.
+        float8: Whether products are computed in float8.
     """
 
     hidden_dim: int
@@ -33,6 +34,7 @@ class GatedFeedForward(nn.Module):
     use_bias: bool = False
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
+    float8: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -42,6 +44,7 @@ class GatedFeedForward(nn.Module):
             "use_bias": self.use_bias,
             "dtype": self.dtype,
             "param_dtype": self.param_dtype,
+            "float8": self.float8,
         }
         wide = {"features": self.hidden_dim, "kernel_init": self.up_init}
         gate, up = project(self, x, {"gate": wide, "up": wide}, **common)

@@ -9,7 +9,7 @@ from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.kernels.mlstm.api import Backend as MLSTMBackend
 from xlstm_jax.kernels.slstm.api import Backend as SLSTMBackend
-from xlstm_jax.models.shared.checks import check_dtypes, check_literals, check_parallel
+from xlstm_jax.models.shared.checks import check_dtypes, check_float8, check_literals, check_parallel
 from xlstm_jax.models.shared.feedforward import round_up
 from xlstm_jax.models.shared.stack import RematPolicy
 
@@ -79,6 +79,8 @@ class XLSTMConfig(ConfigDict):
     """Precision of the gate projections."""
     head_dtype: str = "float32"
     """Precision of the projection to the vocabulary; logits are always float32."""
+    float8: bool = False
+    """Whether the other projections multiply in float8, forwards and backwards; for Hopper GPUs and newer ones."""
     loss_chunk_size: int = 1024
     """Tokens whose logits the loss holds at once."""
 
@@ -91,6 +93,7 @@ class XLSTMConfig(ConfigDict):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
         check_literals(self)
+        check_float8(self)
         check_dtypes(self, ("dtype", "param_dtype", "gate_dtype", "head_dtype"))
         check_parallel(self.parallel)
         for name, size in self._sizes_split_by_heads().items():

@@ -34,7 +34,7 @@ class MLSTMLayer(nn.Module):
         """Return the outputs and the state after the last position."""
         config = self.config
         num_heads = config.num_heads // axis_size(config.parallel.model_axis_name)
-        *heads, output_gate = project(self, x, self._projections(), **common_arguments(config))
+        *heads, output_gate = project(self, x, self._projections(), **wide_arguments(config))
         q, k, v = (part.reshape(*x.shape[:-1], num_heads, -1) for part in heads)
         if config.qk_norm:
             q, k = standardize(q, config.norm_eps), standardize(k, config.norm_eps)
@@ -53,7 +53,7 @@ class MLSTMLayer(nn.Module):
             config.embedding_dim,
             kernel_init=wang_init(config.embedding_dim, config.num_blocks),
             name="out",
-            **common_arguments(config),
+            **wide_arguments(config),
         )
         return out(gated), state
 
@@ -152,3 +152,8 @@ def common_arguments(config: XLSTMConfig) -> dict[str, Any]:
         "dtype": jnp.dtype(config.dtype),
         "param_dtype": jnp.dtype(config.param_dtype),
     }
+
+
+def wide_arguments(config: XLSTMConfig) -> dict[str, Any]:
+    """Return what all projections but those of gates have in common."""
+    return common_arguments(config) | {"float8": config.float8}
