@@ -44,6 +44,7 @@ CONFIGS = KINDS | {
         qkv_block_size=8,
         dtype="bfloat16",
     ),
+    "float8": dataclasses.replace(MIXED, dtype="bfloat16", float8=True),
     "llama, other sizes": dataclasses.replace(
         LLAMA, num_kv_heads=None, tie_weights=True, use_bias=True, qk_norm=True, max_state_length=7, dtype="bfloat16"
     ),

@@ -4,19 +4,18 @@ A `ColumnDense` followed by a `RowDense` is a feed-forward layer in which each d
 features; the only communication is one sum at the end. With one device, or no mesh, both are plain dense layers.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jax import lax
 from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.array_utils import axis_size, mean_gradient_over, slice_computed_whole
 from xlstm_jax.kernels.float8 import float8_products
+from xlstm_jax.kernels.products import products
 from xlstm_jax.utils.partitioned import is_partitioned, unboxed, with_names
 
 
@@ -118,39 +117,31 @@ class ColumnDense(SplitModule):
 
 
 def apply_to_same(x: jax.Array, layers: Sequence[ColumnDense]) -> list[jax.Array]:
-    """Apply layers of one precision to the same whole inputs, whose gradient is then one product, not a sum of many."""
-    params = [layer.own_params(x.shape[-1]) for layer in layers]
-    dtype = jnp.dtype(layers[0].dtype)
-    multiply = float8_products if layers[0].float8 else _products
-    outputs: Any = multiply(x.astype(dtype), tuple(kernel for kernel, _ in params), dtype)
-    return [y if bias is None else y + bias.astype(dtype) for y, (_, bias) in zip(outputs, params, strict=True)]
+    """Apply layers to the same whole inputs, whose gradient is then one product, not a sum of many.
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _products(x: jax.Array, kernels: tuple[jax.Array, ...], dtype: jnp.dtype) -> tuple[jax.Array, ...]:
-    """Multiply features by each of some kernels."""
-    outputs, _ = _products_forward(x, kernels, dtype)
-    return outputs
-
-
-def _products_forward(x, kernels, dtype):
-    return tuple(x @ kernel.astype(dtype) for kernel in kernels), (x, kernels)
-
-
-def _products_backward(dtype, residuals, gradients):
-    """Lay all gradients side by side: sums over layers are then those within a product.
-
-    They are stored like that, as XLA would otherwise put them together once more for each product.
+    Layers in float32 whose inputs are bfloat16 lose nothing by it, and are part of that product. Of those in float8 and
+    of any other mixture of precisions, each kind has one of its own.
     """
-    x, kernels = residuals
-    dy, kernel = (jnp.concatenate(parts, axis=-1) for parts in (gradients, kernels))
-    dy, kernel = lax.optimization_barrier((dy, kernel.astype(dtype)))
-    dkernel = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=kernels[0].dtype)
-    ends = np.cumsum([part.shape[-1] for part in kernels])
-    return dy @ kernel.T, tuple(jnp.split(dkernel, ends[:-1], axis=-1))
+    groups: dict[tuple[jnp.dtype, bool], list[int]] = {}
+    for index, layer in enumerate(layers):
+        dtype = jnp.dtype(layer.dtype)
+        is_finer = x.dtype == jnp.bfloat16 and dtype == jnp.float32
+        groups.setdefault((x.dtype if is_finer else dtype, layer.float8), []).append(index)
+    kernels, biases = zip(*(layer.own_params(x.shape[-1]) for layer in layers), strict=True)
+    outputs: dict[int, jax.Array] = {}
+    for (dtype, float8), indices in groups.items():
+        own = tuple(kernels[index] for index in indices)
+        dtypes = tuple(jnp.dtype(layers[index].dtype) for index in indices)
+        results = _multiply(x.astype(dtype), own, dtypes, float8=float8)
+        outputs |= zip(indices, results, strict=True)
+    return [
+        outputs[index] if bias is None else outputs[index] + bias.astype(layers[index].dtype)
+        for index, bias in enumerate(biases)
+    ]
 
 
-_products.defvjp(_products_forward, _products_backward)
+def _multiply(x: jax.Array, kernels: tuple[jax.Array, ...], dtypes: tuple[jnp.dtype, ...], *, float8: bool) -> Any:
+    return float8_products(x, kernels, dtypes[0]) if float8 else products(x, kernels, dtypes)
 
 
 class RowDense(SplitModule):
@@ -177,18 +168,13 @@ class RowDense(SplitModule):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return whole outputs for this device's inputs."""
-        size = axis_size(self.axis_name)
+        size, dtype = axis_size(self.axis_name), jnp.dtype(self.dtype)
         shape = (x.shape[-1] * size, self.features)
         kernel = self.split_param("kernel", self.kernel_init, shape, self.param_dtype, 0, self.axis_name)
-        x = x.astype(self.dtype)
-        if self.float8:
-            products: Any = float8_products(x, (kernel,), jnp.dtype(self.dtype))
-            (y,) = products
-        else:
-            y = x @ kernel.astype(self.dtype)
+        (y,) = _multiply(x.astype(dtype), (kernel,), (dtype,), float8=self.float8)
         if size > 1:
             y = lax.psum(y, self.axis_name)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
-            y = y + bias.astype(self.dtype)
+            y = y + bias.astype(dtype)
         return y

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from xlstm_jax.kernels.keep import keep
+from xlstm_jax.kernels.products import split_columns
 
 FEATURES, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -69,8 +69,7 @@ def _backward(dtype, residuals, gradients):
     kernel = scaled(jnp.concatenate(kernels, axis=-1), FEATURES)
     dx = _product("...o,io->...i", dy, kernel, dtype=dtype, precision="highest")
     dkernel = _product("...i,...o->io", features, dy, dtype=kernels[0].dtype, precision="highest")
-    ends = np.cumsum([part.shape[-1] for part in kernels])
-    return dx, tuple(jnp.split(dkernel, ends[:-1], axis=-1))
+    return dx, tuple(split_columns(dkernel, kernels))
 
 
 float8_products.defvjp(_forward, _backward)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from xlstm_jax.kernels.products import WIDTH
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 
@@ -202,7 +203,7 @@ def _mlstm_block(config: XLSTMConfig, length: int) -> _Part:
         [
             _vectors(dim, v_dim, dim),
             *(dense(dim, size) for size in (qk_dim, qk_dim, v_dim, v_dim)),
-            *(_dense(length, dim, num_heads, use_bias=True) for _ in ("igate", "fgate")),
+            _mlstm_gates(config, length),
             _mlstm_cell(config, length, qk_dim // num_heads, v_dim // num_heads),
             dense(v_dim, dim),
             _feed_forward(length, dim, config.ffn_hidden_dim, config.use_bias),
@@ -252,6 +253,18 @@ def _llama_block(config: LlamaConfig, length: int) -> _Part:
             _feed_forward(length, dim, config.ffn_hidden_dim, config.use_bias),
         ]
     )
+
+
+def _mlstm_gates(config: XLSTMConfig, length: int) -> _Part:
+    """Finer than their inputs, kernels and gradients of gates are sums of two arrays, and columns are filled up."""
+    columns = 2 * config.num_heads
+    gates = _dense(length, config.embedding_dim, columns, use_bias=True)
+    if (config.dtype, config.gate_dtype) != ("bfloat16", "float32"):
+        return gates
+    beside = 0 if config.float8 else 2 * (config.qk_dim + config.v_dim)
+    filled = 3 * columns + -(beside + 3 * columns) % WIDTH
+    forward, column = 2 * gates.forward, 2 * length * config.embedding_dim
+    return gates._replace(forward=forward, backward=2 * column * filled, recomputed_full=forward)
 
 
 def _mlstm_cell(config: XLSTMConfig, length: int, qk_dim: int, v_dim: int) -> _Part:

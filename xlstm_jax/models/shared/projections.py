@@ -57,19 +57,27 @@ def project(module: nn.Module, x: jax.Array, layers: Mapping[str, Mapping[str, A
     Args:
         module: The module.
         x: The input.
-        layers: By the name of each layer, its `features` and how its parameters are initialised.
+        layers: By the name of each layer, its `features` and what else is its own.
         **common: Further arguments of each `ColumnDense`.
 
     Returns:
         The output of each layer.
     """
-    together = "+".join(layers)
-    if not module.has_variable("params", together):
-        return apply_to_same(x, [ColumnDense(name=name, **arguments, **common) for name, arguments in layers.items()])
-    features = [arguments["features"] for arguments in layers.values()]
-    ends = np.cumsum(features) // axis_size(common["axis_name"])
+    arguments = {name: {**common, **own} for name, own in layers.items()}
+    groups = [group for group in GROUPS if group[0] in layers]
+    if not any(module.has_variable("params", "+".join(group)) for group in groups):
+        return apply_to_same(x, [ColumnDense(name=name, **own) for name, own in arguments.items()])
+    return [y for group in groups for y in _project_together(x, {name: arguments[name] for name in group})]
+
+
+def _project_together(x: jax.Array, layers: Mapping[str, Mapping[str, Any]]) -> list[jax.Array]:
+    """Apply layers whose kernels lie side by side."""
+    features = [own["features"] for own in layers.values()]
+    first = next(iter(layers.values()))
+    ends = np.cumsum(features) // axis_size(first["axis_name"])
+    shared = {name: first[name] for name in ("axis_name", "use_bias", "dtype", "param_dtype")}
     dense = TransposedDense if tuple(layers) == GATES else ColumnDense
-    return jnp.split(dense(sum(features), name=together, **common)(x), ends[:-1], axis=-1)
+    return jnp.split(dense(sum(features), name="+".join(layers), **shared)(x), ends[:-1], axis=-1)
 
 
 def lay_side_by_side(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from xlstm_jax.models.shared.norms import LayerNorm, RMSNorm
 from xlstm_jax.models.shared.stack import Context
 from xlstm_jax.models.shared.statistics import sow_spread
 from xlstm_jax.models.xlstm.config import XLSTMConfig
-from xlstm_jax.models.xlstm.mlstm import MLSTMLayer, init_mlstm_state, wide_arguments
+from xlstm_jax.models.xlstm.mlstm import MLSTMLayer, common_arguments, init_mlstm_state
 from xlstm_jax.models.xlstm.mlstm_up import MLSTMUpLayer, init_mlstm_up_state
 from xlstm_jax.models.xlstm.slstm import SLSTMLayer, init_slstm_state
 
@@ -78,7 +78,7 @@ class Block(nn.Module):
         if kind.ffn is not None:
             feed_forward = GatedFeedForward(
                 **kind.ffn(config),
-                **wide_arguments(config),
+                **common_arguments(config),
                 up_init=small_init(config.embedding_dim),
                 down_init=wang_init(config.embedding_dim, config.num_blocks),
                 name="ffn",

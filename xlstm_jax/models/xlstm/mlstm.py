@@ -34,13 +34,12 @@ class MLSTMLayer(nn.Module):
         """Return the outputs and the state after the last position."""
         config = self.config
         num_heads = config.num_heads // axis_size(config.parallel.model_axis_name)
-        *heads, output_gate = project(self, x, self._projections(), **wide_arguments(config))
+        layers = self._projections() | self._gates()
+        *heads, output_gate, igate, fgate = project(self, x, layers, **common_arguments(config))
         q, k, v = (part.reshape(*x.shape[:-1], num_heads, -1) for part in heads)
         if config.qk_norm:
             q, k = standardize(q, config.norm_eps), standardize(k, config.norm_eps)
-        gate_arguments = common_arguments(config) | {"use_bias": True, "dtype": jnp.dtype(config.gate_dtype)}
-        gates = project(self, x, self._gates(), **gate_arguments)
-        igate, fgate = (soft_cap_logits(gate, config.gate_soft_cap) for gate in gates)
+        igate, fgate = (soft_cap_logits(gate, config.gate_soft_cap) for gate in (igate, fgate))
         hidden, state = run_cell(config, q, k, v, igate, fgate, state, context)
         norm = MultiHeadNorm(
             config.parallel.model_axis_name, config.norm_eps, jnp.dtype(config.param_dtype), name="multihead_norm"
@@ -53,7 +52,7 @@ class MLSTMLayer(nn.Module):
             config.embedding_dim,
             kernel_init=wang_init(config.embedding_dim, config.num_blocks),
             name="out",
-            **wide_arguments(config),
+            **common_arguments(config),
         )
         return out(gated), state
 
@@ -78,6 +77,9 @@ class MLSTMLayer(nn.Module):
         return {
             name: {
                 "features": config.num_heads,
+                "use_bias": True,
+                "dtype": jnp.dtype(config.gate_dtype),
+                "float8": False,
                 "kernel_init": nn.initializers.zeros,
                 "bias_init": lambda _key, _shape, dtype, bias=bias: jnp.asarray(bias, dtype),
             }
@@ -151,9 +153,5 @@ def common_arguments(config: XLSTMConfig) -> dict[str, Any]:
         "use_bias": config.use_bias,
         "dtype": jnp.dtype(config.dtype),
         "param_dtype": jnp.dtype(config.param_dtype),
+        "float8": config.float8,
     }
-
-
-def wide_arguments(config: XLSTMConfig) -> dict[str, Any]:
-    """Return what all projections but those of gates have in common."""
-    return common_arguments(config) | {"float8": config.float8}

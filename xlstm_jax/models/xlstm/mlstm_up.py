@@ -17,7 +17,7 @@ from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import MultiHeadNorm
 from xlstm_jax.models.shared.stack import Context
 from xlstm_jax.models.xlstm.config import XLSTMConfig
-from xlstm_jax.models.xlstm.mlstm import run_cell, sow_cell, wide_arguments
+from xlstm_jax.models.xlstm.mlstm import common_arguments, run_cell, sow_cell
 
 
 class MLSTMUpState(NamedTuple):
@@ -42,7 +42,7 @@ class MLSTMUpLayer(SplitModule):
         config, axis_name = self.config, self.config.parallel.model_axis_name
         num_heads, param_dtype = config.num_heads // axis_size(axis_name), jnp.dtype(config.param_dtype)
         state = init_mlstm_up_state(config, x.shape[0]) if state is None else state
-        up_init, common = small_init(config.embedding_dim), wide_arguments(config)
+        up_init, common = small_init(config.embedding_dim), common_arguments(config)
         wide = [ColumnDense(config.inner_dim, kernel_init=up_init, name=name, **common) for name in ("up", "gate")]
         inner, gate = apply_to_same(x, wide)
         conv = CausalConv(config.conv_kernel_size, axis_name, jnp.dtype(config.dtype), param_dtype, name="conv")
