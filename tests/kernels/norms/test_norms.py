@@ -250,6 +250,22 @@ def test_a_simulated_rms_norm_adds_the_gradients_of_what_skips_it(rows, width, s
 
 
 @simulates
+def test_mapped_norms_are_separate_ones(small_gpu):
+    from xlstm_jax.kernels.norms import mosaic
+
+    x, scale, dy = draw(0, (3, 24, 256), (3, 256), (3, 24, 256))
+
+    def computed(x, scale, dy):
+        y, backward = jax.vjp(lambda x, scale: mosaic.rms_norm(x, scale, EPS, small_gpu), x, scale)
+        return y, *backward(dy)
+
+    arguments = x, scale.astype(jnp.float32), dy
+    mapped = jax.jit(jax.vmap(computed))(*arguments)
+    separate = [jax.jit(computed)(*(a[row] for a in arguments)) for row in range(3)]
+    jax.tree.map(np.testing.assert_array_equal, mapped, jax.tree.map(lambda *rows: jnp.stack(rows), *separate))
+
+
+@simulates
 @pytest.mark.parametrize(("rows", "num_heads", "width"), [(160, 2, 64), (80, 3, 128), (40, 2, 256), (10, 2, 1024)])
 def test_a_simulated_gated_head_norm_is_exact_but_for_one_rounding(rows, num_heads, width, small_gpu):
     from xlstm_jax.kernels.norms import mosaic
