@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from meshes import BATCH, make_mesh, on_mesh
-from models.runs import PARALLEL, place_on, shaken
+from models.runs import PARALLEL, place_on, shaken, with_config
 
 from xlstm_jax.common_types import TrainState
 from xlstm_jax.inference.sampling import greedy_sampling, temperature_sampling
@@ -95,6 +95,20 @@ def test_greedy_tokens_are_those_of_the_full_pass(name, masked):
     tokens, is_valid = run(name, mask=None if masked == "no mask" else mask)
     np.testing.assert_array_equal(tokens, expected)
     assert np.all(is_valid)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_a_prompt_are_held_for_its_last_position_alone(name):
+    model = with_config(MODELS[name], vocab_size=19)  # a size that nothing else has
+    params = jax.eval_shape(model.init, jax.random.key(0), PREFIXES)["params"]
+
+    def program(params, prefix):
+        state = train_state(name).replace(apply_fn=model.apply, params=params)
+        return generate_tokens(state, jax.random.key(1), prefix, None, max_length=LENGTH)
+
+    text = str(jax.make_jaxpr(program)(params, PREFIXES))
+    assert f"f32[{ROWS},1,19]" in text
+    assert f"f32[{ROWS},{PREFIX},19]" not in text
 
 
 @pytest.mark.parametrize("masked", [False, True])

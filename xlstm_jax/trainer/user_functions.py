@@ -26,6 +26,12 @@ def with_accepted(function: Callable, **arguments: Any) -> Callable:
     return lambda *positional: function(*positional, **accepted)
 
 
+def model_takes(apply_fn: Callable, argument: str) -> bool:
+    """Find out whether the model behind an `apply` can be called with an argument."""
+    model = getattr(apply_fn, "__self__", None)
+    return model is not None and argument in inspect.signature(type(model).__call__).parameters
+
+
 def describe(result: Any) -> str:
     """Say what a function has returned, for an error."""
     if isinstance(result, tuple | list):

@@ -11,7 +11,8 @@ from meshes import AXES
 
 from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
-from xlstm_jax.trainer.llm.loss import add_perplexities, next_token_loss, takes_targets
+from xlstm_jax.trainer.llm.loss import add_perplexities, next_token_loss
+from xlstm_jax.trainer.user_functions import model_takes
 
 CONFIG = XLSTMConfig(vocab_size=16, embedding_dim=16, num_heads=2, num_blocks=1, chunk_size=4)
 
@@ -29,8 +30,8 @@ def test_a_model_without_targets_has_the_same_loss_from_its_logits(key):
     batch = LLMBatch.from_inputs(inputs, targets)
     whole, logits_only = XLSTM(CONFIG), OnlyLogits()
     params = whole.init(key, inputs)["params"]
-    assert takes_targets(whole.apply)
-    assert not takes_targets(logits_only.apply)
+    assert model_takes(whole.apply, "targets")
+    assert not model_takes(logits_only.apply, "targets")
     loss = functools.partial(next_token_loss, axis_names=AXES, train=True)
     expected, (metrics, _) = loss(params, whole.apply, batch, key)
     actual, (same_metrics, _) = loss({"inner": params}, logits_only.apply, batch, key)

@@ -43,6 +43,7 @@ class LlamaTransformer(nn.Module):
         state: PyTree | None = None,
         return_state: bool = False,
         targets: jax.Array | None = None,
+        last_only: bool = False,
     ) -> Any:
         """Run sequences of tokens through the model.
 
@@ -54,6 +55,7 @@ class LlamaTransformer(nn.Module):
             state: The state before the first token; empty by default.
             return_state: Whether to return the state after the last token too.
             targets: The target of each position.
+            last_only: Whether to compute the logits of the last position alone, which is all that generation needs.
 
         Returns:
             The logits `[batch, length, vocab]` in float32. With `targets`, for each position the loss of its target and
@@ -80,7 +82,7 @@ class LlamaTransformer(nn.Module):
             slots = _length(state)[:, None] + jnp.arange(idx.shape[1])
             x = jnp.where((slots < config.max_state_length)[..., None], x, jnp.nan)
         head = create_lm_head(config, functools.partial(RMSNorm, config.norm_eps, jnp.dtype(config.param_dtype)))
-        result = head(x, targets, embedding if config.tie_weights else None)
+        result = head(x[:, -1:] if last_only else x, targets, embedding if config.tie_weights else None)
         return (result, states) if return_state else result
 
     def init_state(self, batch_size: int) -> PyTree:

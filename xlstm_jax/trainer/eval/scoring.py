@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from xlstm_jax.common_types import ImmutableMetrics, PyTree
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.trainer.callbacks.extended_evaluation import EvalState, device_metrics_aggregation
-from xlstm_jax.trainer.llm.loss import losses_and_hits, takes_targets
+from xlstm_jax.trainer.llm.loss import losses_and_hits
 from xlstm_jax.trainer.llm.trainer import LLMTrainer
 from xlstm_jax.trainer.metrics import update_metrics
 from xlstm_jax.trainer.placement import compile_step, on_mesh
-from xlstm_jax.trainer.user_functions import gather_rows
+from xlstm_jax.trainer.user_functions import gather_rows, model_takes
 
 KEEPS_VALUES = "single_noreduce"
 KEEPS_SUMS = "single_noreduce_wcount"
@@ -40,7 +40,7 @@ def score_rows(
         state after the last column, if there was one before the first.
     """
     options = {} if cache is None else {"state": cache, "return_state": True}
-    gives_losses = takes_targets(apply_fn)
+    gives_losses = model_takes(apply_fn, "targets")
     if gives_losses:
         options["targets"] = batch.targets
     result = apply_fn(

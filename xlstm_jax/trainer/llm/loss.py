@@ -1,6 +1,5 @@
 """The loss of a language model: the mean over the targets of the whole batch, whatever the mesh and the padding."""
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from xlstm_jax.common_types import PyTree, StepMetrics
 from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.distributed.array_utils import axis_index, axis_size, fold_rng_over_axis
 from xlstm_jax.trainer.base.steps import INTERMEDIATES, Whole, current_whole
+from xlstm_jax.trainer.user_functions import model_takes
 
 LOSS = re.compile(r"(|.*_)loss(|_mean|_single)$")
 
@@ -56,7 +56,7 @@ def next_token_loss(
     whole = current_whole() if whole is None else whole
     mutable_variables = mutable_variables or {}
     rng = fold_rng_over_axis(rng, tuple(axis_names[:2]))
-    give_targets = takes_targets(apply_fn) and not log_logit_stats
+    give_targets = model_takes(apply_fn, "targets") and not log_logit_stats
     result, variables = apply_fn(
         {"params": params, **mutable_variables},
         batch.inputs,
@@ -86,12 +86,6 @@ def next_token_loss(
     if log_logit_stats:
         metrics |= _logit_metrics(result)
     return loss, (metrics, variables)
-
-
-def takes_targets(apply_fn: Callable) -> bool:
-    """Find out whether the model behind an `apply` can be called with targets."""
-    model = getattr(apply_fn, "__self__", None)
-    return model is not None and "targets" in inspect.signature(type(model).__call__).parameters
 
 
 def add_perplexities(metrics: dict[str, Any], bytes_per_token: float | None = None) -> dict[str, Any]:

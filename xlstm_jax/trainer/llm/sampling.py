@@ -11,6 +11,7 @@ from xlstm_jax.distributed.array_utils import fold_rng_over_axis
 from xlstm_jax.distributed.data_parallel import gather_params
 from xlstm_jax.inference.generate import generate
 from xlstm_jax.inference.sampling import greedy_sampling, temperature_sampling
+from xlstm_jax.trainer.user_functions import model_takes
 
 __all__ = ["generate_tokens", "greedy_sampling", "temperature_sampling"]
 
@@ -32,7 +33,8 @@ def generate_tokens(
     """Continue sequences of tokens; inside a mesh, those of this device.
 
     Args:
-        state: The train state. Its `apply_fn` is that of a model which takes a `state` and has `init_state`.
+        state: The train state. Its `apply_fn` is that of a model which takes a `state` and has `init_state`. If it also
+            takes `last_only`, the logits of a prompt are never held but for its last position.
         rng: The random key, the same on all devices.
         prefix_tokens: How the sequences begin, `[batch, length]` or, for a single one, `[length]`.
         prefix_mask: Which of them are given; the others are generated.
@@ -58,8 +60,10 @@ def generate_tokens(
         params = gather_params(params, fsdp_axis_name)
     variables = {"params": params, **(state.mutable_variables or {})}
 
+    only_last = {"last_only": True} if model_takes(state.apply_fn, "last_only") else {}
+
     def advance(tokens: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
-        return state.apply_fn(variables, tokens, state=cache, return_state=True)
+        return state.apply_fn(variables, tokens, state=cache, return_state=True, **only_last)
 
     if cache is None:
         cache = state.apply_fn(variables, prefix_tokens.shape[0], method="init_state")
