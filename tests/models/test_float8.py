@@ -42,10 +42,9 @@ def cosine(a, b):
     return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
 
 
-@of_models
-def test_losses_and_gradients_are_near_those_in_bfloat16(name):
-    model, _ = MODELS[name]
-    (loss, gradients), (loss8, gradients8) = (gradients_of(m, start_of(name)) for m in (model, in_float8(model)))
+def test_losses_and_gradients_are_near_those_in_bfloat16():
+    model, start = MODELS["xlstm"][0], start_of("xlstm")
+    (loss, gradients), (loss8, gradients8) = (gradients_of(m, start) for m in (model, in_float8(model)))
     assert 0 < abs(loss - loss8) < 0.01 * loss
     assert 0.9 < cosine(gradients, gradients8) < 0.9999
 
@@ -63,14 +62,14 @@ def products_in(jaxpr):
 @of_models
 def test_all_projections_but_those_of_gates_and_logits_are_in_float8(name):
     model, number = MODELS[name]
-    jaxpr = jax.make_jaxpr(functools.partial(mean_loss, in_float8(model)))(start_of(name), *tokens(64)).jaxpr
+    params = jax.eval_shape(functools.partial(init, model), jax.random.key(3))
+    jaxpr = jax.make_jaxpr(functools.partial(mean_loss, in_float8(model)))(params, *tokens(64)).jaxpr
     assert list(products_in(jaxpr)).count("float8_e4m3fn") == number  # of the scanned blocks
 
 
-@pytest.mark.parametrize("mesh_name", ["fsdp8", "dp2-tp4"])
-def test_a_mesh_changes_scales_but_hardly_anything_else(mesh_name):
+def test_a_mesh_changes_scales_but_hardly_anything_else():
     model, start = in_float8(MODELS["xlstm"][0]), start_of("xlstm")
-    gradients, losses = train_on(model, mesh_name, start, num_steps=1)
+    gradients, losses = train_on(model, "dp2-fsdp2-tp2", start, num_steps=1)
     expected_loss, expected = gradients_of(model, start)
     np.testing.assert_allclose(losses, [expected_loss], rtol=0.005)
     assert cosine(gradients, expected) > 0.9

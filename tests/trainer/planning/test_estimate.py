@@ -36,7 +36,9 @@ def test_each_part_has_its_own_rate():
 
 def test_half_precision_has_the_rate_of_half_precision():
     times = [
-        step_time(make_setup(shape=dataclasses.replace(SHAPE, dtype=dtype)), MEMORY, {}, DEVICE, ALL).compute
+        step_time(
+            make_setup(shape=dataclasses.replace(SHAPE, dtype=dtype, gate_dtype=dtype)), MEMORY, {}, DEVICE, ALL
+        ).compute
         for dtype in ("bfloat16", "float32")
     ]
     assert times[1] == pytest.approx(10 * times[0])
