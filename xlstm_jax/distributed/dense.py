@@ -119,8 +119,8 @@ class ColumnDense(SplitModule):
 def apply_to_same(x: jax.Array, layers: Sequence[ColumnDense]) -> list[jax.Array]:
     """Apply layers to the same whole inputs, whose gradient is then one product, not a sum of many.
 
-    Layers in float32 whose inputs are bfloat16 lose nothing by it, and are part of that product. Of those in float8 and
-    of any other mixture of precisions, each kind has one of its own.
+    Layers in float32 whose inputs are bfloat16 are part of that product, with 16 bits of their kernels. Of those in
+    float8 and of any other mixture of precisions, each kind has one of its own.
     """
     groups: dict[tuple[jnp.dtype, bool], list[int]] = {}
     for index, layer in enumerate(layers):
