@@ -52,7 +52,7 @@ def test_outputs_and_gradients_have_the_precision_that_is_asked_for(dtypes):
         assert error(dkernel, dkernel_exact) < 1e-5
 
 
-def test_small_gradients_beside_large_ones_are_not_lost():
+def test_a_finer_gradient_reaches_the_features_with_one_rounding():
     x, kernels, gradients = drawn("bfloat16", MIXED)
     only_fine = tuple(dy if dy.dtype == jnp.float32 else jnp.zeros_like(dy) for dy in gradients)
     _, dx, _ = computed(x, kernels, only_fine, MIXED)
