@@ -86,7 +86,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.rows < 1 or options.steps < 1 or options.steps % options.rows:
         parser.error(f"{options.steps} steps do not make {options.rows} rows: steps must be a multiple of rows")
-    rest = {"backend": "auto", "chunk_size": 64, "head_dtype": "bfloat16", "loss_chunk_size": 8192, "unrolled": False}
+    rest = {"backend": "auto", "chunk_size": 64, "unrolled": False}
+    rest |= {"head_dtype": "bfloat16", "loss_chunk_size": 8192, "keep_logits": False}
     columns = [train(argparse.Namespace(**vars(options), **rest, float8=float8)) for float8 in (False, True)]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(options)}\n")
     print("| step | bfloat16 | float8 | difference |\n|---|---|---|---|")

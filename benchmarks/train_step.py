@@ -49,6 +49,7 @@ def build(options: argparse.Namespace, folder: str, optimizer: OptimizerConfig) 
         mlstm_backend=options.backend,
         chunk_size=options.chunk_size,
         float8=options.float8,
+        keep_logits=options.keep_logits,
         **MODELS[options.model],
     )
     return LLMTrainer(
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=256, help="positions of a chunk in plain JAX")
     parser.add_argument("--head-dtype", default="bfloat16", help="precision of the projection to the vocabulary")
     parser.add_argument("--loss-chunk-size", type=int, default=8192, help="tokens whose logits the loss holds at once")
+    parser.add_argument("--keep-logits", action="store_true", help="logits are not computed again in the backward pass")
     parser.add_argument("--unrolled", action="store_true", help="blocks one by one, not in a scan")
     parser.add_argument("--float8", action="store_true", help="projections in float8")
     parser.add_argument("--groups", type=int, default=5, help="how often steps are timed")

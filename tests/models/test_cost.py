@@ -45,6 +45,7 @@ CONFIGS = KINDS | {
         dtype="bfloat16",
     ),
     "float8": dataclasses.replace(MIXED, dtype="bfloat16", float8=True),
+    "kept logits": dataclasses.replace(BASE, keep_logits=True),
     "llama, other sizes": dataclasses.replace(
         LLAMA, num_kv_heads=None, tie_weights=True, use_bias=True, qk_norm=True, max_state_length=7, dtype="bfloat16"
     ),

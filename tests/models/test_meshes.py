@@ -26,6 +26,7 @@ MODELS = {
             norm="layernorm",
             norm_eps=1e-5,
             logits_soft_cap=None,
+            keep_logits=True,
             chunk_size=8,
             parallel=PARALLEL,
         )

@@ -107,8 +107,10 @@ def test_unrolled_blocks_compute_what_scanned_ones_do(kind):
     assert_close(unrolled.apply({"params": params}, TOKENS), apply(variables, TOKENS))
 
 
-@pytest.mark.parametrize("changes", [{"remat": "dots"}, {"parallel": ParallelConfig(remat=["Block", "LMHead"])}])
-def test_computing_activations_again_changes_no_gradient(changes):
+@pytest.mark.parametrize(
+    "changes", [{"remat": "dots"}, {"parallel": ParallelConfig(remat=["Block", "LMHead"])}, {"keep_logits": True}]
+)
+def test_what_is_kept_and_what_is_computed_again_changes_no_gradient(changes):
     model, variables, _ = ready("mixed")
 
     def gradient(model):
@@ -132,6 +134,14 @@ def test_the_loss_never_holds_all_logits():
     )
     logits = inputs.size * 4096 * 4
     assert chunked < logits / 2 < whole
+
+
+def test_logits_are_kept_for_gradients_alone():
+    model, variables, _ = ready("mixed")
+    model = with_config(model, keep_logits=True, head_dtype="bfloat16")
+    loss = lambda v: jnp.mean(model.apply(v, TOKENS, targets=TARGETS)[0])  # noqa: E731
+    assert "f16[" in str(jax.make_jaxpr(jax.grad(loss))(variables)).replace("bf16[", "")
+    assert "f16[" not in str(jax.make_jaxpr(loss)(variables)).replace("bf16[", "")
 
 
 def test_dropout_is_on_in_training_only():

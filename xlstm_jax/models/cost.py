@@ -98,7 +98,7 @@ def model_cost(config: XLSTMConfig | LlamaConfig, *, sequence_length: int, batch
             model=3 * (batch_size * blocks.needed + head.needed),
             forward=batch_size * blocks.forward + head.forward,
             backward=batch_size * blocks.backward + head.backward,
-            recomputed=batch_size * _recomputed(config, blocks) + head.forward,
+            recomputed=batch_size * _recomputed(config, blocks) + (0 if config.keep_logits else head.forward),
         ),
     )
 

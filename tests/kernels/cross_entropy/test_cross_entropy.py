@@ -45,15 +45,15 @@ def exact(x, kernel, targets, dlosses, cap):
 
 def put_together(sums, gradients, x, kernel, targets, dlosses):
     """Compute the same from the two halves."""
-    largest, totals, target_logits = sums(x, kernel, targets)
+    (largest, totals, target_logits), kept = sums(x, kernel, targets)
     log_totals = jnp.log(totals) + largest
-    results = log_totals - target_logits, largest, *gradients(x, kernel, targets, log_totals, dlosses)
+    results = log_totals - target_logits, largest, *gradients(x, kernel, targets, log_totals, dlosses, kept)
     return dict(zip(NAMES, results, strict=True))
 
 
-def in_plain_jax(x, kernel, targets, dlosses, *, dtype, cap, tokens_per_chunk):
-    options = {"dtype": dtype, "cap": cap, "tokens_per_chunk": tokens_per_chunk}
+def in_plain_jax(x, kernel, targets, dlosses, *, keep_logits=False, **options):
     sums, gradients = (functools.partial(f, **options) for f in (plain.vocabulary_sums, api.gradients))
+    sums = functools.partial(sums, keep_logits=keep_logits)
     return put_together(sums, gradients, x, kernel, targets, dlosses)
 
 
@@ -65,12 +65,36 @@ def assert_near(actual, expected, limit):
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("keep_logits", [False, True])
 @pytest.mark.parametrize("tokens_per_chunk", [7, 16, 1000])
-def test_plain_jax_computes_losses_and_gradients(cap, tokens_per_chunk):
-    arrays = drawn(48, 24, 100, dtype=jnp.float32)
+def test_plain_jax_computes_losses_and_gradients(cap, keep_logits, tokens_per_chunk):
+    arrays = drawn(48, 24, 300, dtype=jnp.float32)
+    options = {"cap": cap, "tokens_per_chunk": tokens_per_chunk, "keep_logits": keep_logits}
     with jax.default_matmul_precision("float32"):  # GPUs round such products by default
-        actual = in_plain_jax(*arrays, dtype=jnp.float32, cap=cap, tokens_per_chunk=tokens_per_chunk)
+        actual = in_plain_jax(*arrays, dtype=jnp.float32, **options)
     assert_near(actual, exact(*arrays, cap), 1e-5)
+
+
+@pytest.mark.parametrize("size", [1.0, 15.0])
+def test_kept_logits_round_gradients_hardly_more_than_bfloat16_does(size):
+    x, kernel, targets, dlosses = drawn(512, 64, 1024)
+    arrays = size * x, kernel.astype(jnp.bfloat16).astype(jnp.float32), targets, dlosses  # logits of 2 or 30
+    expected = exact(*arrays, None)
+    options = {"dtype": jnp.bfloat16, "cap": None, "tokens_per_chunk": 512}
+    for name in ("dx", "dkernel"):
+        kept, computed_again = (
+            np.linalg.norm(np.asarray(results[name], np.float64) - np.asarray(expected[name], np.float64))
+            for results in (in_plain_jax(*arrays, keep_logits=keep, **options) for keep in (True, False))
+        )
+        assert kept < 1.02 * computed_again, f"{name}: {kept:.3e} instead of {computed_again:.3e}"
+
+
+def test_logits_far_below_all_others_may_be_kept():
+    x, kernel, targets, dlosses = drawn(16, 8, 300)
+    arrays = 1e5 * x, kernel, targets, dlosses
+    options = {"dtype": jnp.bfloat16, "cap": None, "tokens_per_chunk": 16}
+    kept, computed_again = (in_plain_jax(*arrays, keep_logits=keep, **options) for keep in (True, False))
+    assert_near(kept, {name: np.asarray(x, np.float64) for name, x in computed_again.items()}, 1e-2)
 
 
 def test_the_kernel_s_gradient_does_not_suffer_from_many_chunks_in_bfloat16():
@@ -87,8 +111,10 @@ def test_the_kernel_s_gradient_does_not_suffer_from_many_chunks_in_bfloat16():
 @needs_mosaic
 @on_a_simulated_gpu
 # Tiles of 256 logits: two in one walk; two in each of two walks, of which the last is not full.
-@pytest.mark.parametrize(("vocab_size", "splits", "cap"), [(512, 1, 3.0), (832, 2, None)])
-def test_simulated_kernels_compute_losses_and_gradients(vocab_size, splits, cap, monkeypatch):
+@pytest.mark.parametrize(
+    ("vocab_size", "splits", "cap", "keep_logits"), [(512, 1, 3.0, False), (832, 2, None, False), (832, 2, 3.0, True)]
+)
+def test_simulated_kernels_compute_losses_and_gradients(vocab_size, splits, cap, keep_logits, monkeypatch):
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     from xlstm_jax.kernels.cross_entropy import mosaic
@@ -98,12 +124,17 @@ def test_simulated_kernels_compute_losses_and_gradients(vocab_size, splits, cap,
     monkeypatch.setattr(mosaic, "num_splits", lambda _: splits)
     options = {"cap": cap, "interpret": plgpu.InterpretGPUParams()}
 
-    def gradients(*arrays):
-        dlogits = mosaic.logit_gradients(*arrays, dlosses, **options).astype(jnp.float32)
-        return dlogits @ kernel.astype(jnp.float32).T, x.astype(jnp.float32).T @ dlogits
+    def gradients(x, kernel, *rest):
+        *rest, kept = rest
+        if kept is None:
+            dlogits = mosaic.logit_gradients(x, kernel, *rest, **options)
+        else:
+            dlogits = plain.logit_gradients(plain.restored(kept), *rest, cap=cap).astype(jnp.bfloat16)
+        x, kernel, dlogits = (y.astype(jnp.float32) for y in (x, kernel, dlogits))
+        return dlogits @ kernel.T, x.T @ dlogits
 
-    sums = functools.partial(mosaic.vocabulary_sums, **options)
-    actual = put_together(sums, lambda *arrays: gradients(*arrays[:4]), x, kernel, targets, dlosses)
+    sums = functools.partial(mosaic.vocabulary_sums, keep_logits=keep_logits, **options)
+    actual = put_together(sums, gradients, x, kernel, targets, dlosses)
     expected = exact(x, kernel, targets, dlosses, cap)
     assert_near(
         {name: actual[name] for name in NAMES[:2]} | {name: expected[name] for name in NAMES[2:]}, expected, 1e-5
@@ -112,16 +143,18 @@ def test_simulated_kernels_compute_losses_and_gradients(vocab_size, splits, cap,
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("num_features", "vocab_size"), [(64, 50304), (768, 50240), (4096, 32000)])
-def test_kernels_lower_for_a_gpu(num_features, vocab_size):
+@pytest.mark.parametrize(
+    ("num_features", "vocab_size", "keep_logits"), [(64, 50304, False), (768, 50240, True), (4096, 32000, False)]
+)
+def test_kernels_lower_for_a_gpu(num_features, vocab_size, keep_logits):
     from xlstm_jax.kernels.cross_entropy import mosaic
 
     x, kernel, targets, dlosses = jax.eval_shape(functools.partial(drawn, 1024, num_features, vocab_size))
     kernel = jax.ShapeDtypeStruct(kernel.shape, jnp.bfloat16)
 
     def run(x, kernel, targets, dlosses):
-        largest, totals, _ = mosaic.vocabulary_sums(x, kernel, targets, cap=30.0)
-        return mosaic.logit_gradients(x, kernel, targets, jnp.log(totals) + largest, dlosses, cap=30.0)
+        (largest, totals, _), kept = mosaic.vocabulary_sums(x, kernel, targets, cap=30.0, keep_logits=keep_logits)
+        return kept, mosaic.logit_gradients(x, kernel, targets, jnp.log(totals) + largest, dlosses, cap=30.0)
 
     lowered = jax.jit(run).trace(x, kernel, targets, dlosses).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu_v2") >= 2
@@ -130,10 +163,12 @@ def test_kernels_lower_for_a_gpu(num_features, vocab_size):
 @needs_hopper
 @pytest.mark.parametrize(("num_features", "vocab_size"), [(768, 50304), (2048, 32064)])
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_kernels_are_as_exact_as_plain_jax(num_features, vocab_size, cap, monkeypatch):
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_kernels_are_as_exact_as_plain_jax(num_features, vocab_size, cap, keep_logits, monkeypatch):
     arrays = drawn(2048, num_features, vocab_size)
     options = {"dtype": jnp.bfloat16, "cap": cap, "tokens_per_chunk": 1024}
     sums, gradients = (functools.partial(f, **options) for f in (api.vocabulary_sums, api.gradients))
+    sums = functools.partial(sums, keep_logits=keep_logits)
     monkeypatch.setattr(api, "hopper_problem", lambda: None)
     assert api.fused_problem(1024, *arrays[1].shape, jnp.bfloat16) is None
     fused = jax.jit(functools.partial(put_together, sums, gradients))(*arrays)

@@ -231,7 +231,7 @@ def typical(x):
 @needs_hopper
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("dims", "length", "gates"), CASES)
-def test_errors_are_those_of_plain_xla(dims, length, gates, documents):
+def test_errors_are_those_of_plain_xla(dims, length, gates, documents, record_property):
     """Where a denominator is nearly zero, one position is most of a sequence's gradients, and its error is luck.
 
     Two chunk sizes of plain JAX differ by a factor of four in some sequences. Hence what is typical counts, and the
@@ -242,13 +242,15 @@ def test_errors_are_those_of_plain_xla(dims, length, gates, documents):
     options = {"reset_rate": 0.003 * documents}
     expected = exact(spec, **options)
     ours, theirs = (errors(computed(spec, form, **options), expected) for form in ("mosaic", "chunkwise"))
+    too_large = []
     for name, pair in ours.items():
         for what, a, b in zip(("norm", "worst row"), pair, theirs[name], strict=True):
             for of, limit in ((typical, 1.5), (rms, 10.0)):
-                # Where plain JAX hardly rounds, both are exact.
-                assert of(a) <= max(limit * of(b), 1e-3), (
-                    f"{name}, {what}, {of.__name__}: {of(a):.5f} beside {of(b):.5f}"
-                )
+                both = f"{name}, {what}, {of.__name__}: {of(a):.5f} beside {of(b):.5f}"
+                record_property("errors", both)
+                if of(a) > max(limit * of(b), 1e-3):  # Where plain JAX hardly rounds, both are exact.
+                    too_large.append(both)
+    assert not too_large, "; ".join(too_large)
 
 
 @needs_hopper

@@ -38,6 +38,12 @@ def test_minibatches_keep_their_part():
     assert half < 0.7 * whole
 
 
+def test_logits_are_kept_in_two_bytes_where_their_products_have_two():
+    shape = dataclasses.replace(SHAPE, head_dtype="bfloat16")
+    without, with_logits = (kept(shape=dataclasses.replace(shape, keep_logits=keep), tp=2) for keep in (False, True))
+    assert with_logits - without == 16 * 24 * (32 * 2 + 4)  # and one reference for all logits of a token
+
+
 def test_every_device_keeps_the_activations_of_its_rows():
     assert kept(remat="dots", dp=4, rows=16) == kept(remat="dots", rows=4)
 

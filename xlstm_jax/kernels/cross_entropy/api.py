@@ -1,11 +1,12 @@
-"""The cross-entropy of targets from features: each token's loss, and gradients, without keeping logits.
+"""The cross-entropy of targets from features: each token's loss, and gradients, with or without keeping logits.
 
 The vocabulary may be split over devices, so there are two halves, between which what devices found is put together.
-Plain JAX computes the logits of a few tokens at a time; on Hopper GPUs, the forward pass has none in memory at all.
+Plain JAX computes the logits of a few tokens at a time; on Hopper GPUs, the forward pass has none in memory at all. If
+they are kept nevertheless, the backward pass is spared a product.
 """
 
-import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from xlstm_jax.kernels.cross_entropy import plain
+from xlstm_jax.kernels.cross_entropy.plain import KeptLogits
 from xlstm_jax.kernels.cross_entropy.tiling import tiling_problem
 from xlstm_jax.kernels.hopper import hopper_problem
 from xlstm_jax.kernels.log import say_once
@@ -28,7 +30,8 @@ def vocabulary_sums(
     dtype: DTypeLike,
     cap: float | None,
     tokens_per_chunk: int,
-) -> tuple[Float[Array, " t"], Float[Array, " t"], Float[Array, " t"]]:
+    keep_logits: bool = False,
+) -> tuple[tuple[Float[Array, " t"], Float[Array, " t"], Float[Array, " t"]], KeptLogits | None]:
     """Compute each token's largest logit, the sum of the exponentials of its logits less that, and its target's logit.
 
     Args:
@@ -38,15 +41,17 @@ def vocabulary_sums(
         dtype: Precision of the products, whose sums are float32 at least.
         cap: Logits are squashed into (-cap, cap); `None` leaves them as they are.
         tokens_per_chunk: How many tokens plain JAX treats at once.
+        keep_logits: Whether to keep all logits for `gradients`.
 
     Returns:
-        The three numbers of each token; a logit of zero for a target elsewhere.
+        The three numbers of each token, with a logit of zero for a target elsewhere; and what is kept.
     """
+    options = {"cap": cap, "keep_logits": keep_logits}
     if _is_fused(x.shape[0], kernel, dtype):
         from xlstm_jax.kernels.cross_entropy import mosaic
 
-        return mosaic.vocabulary_sums(x.astype(dtype), kernel.astype(dtype), targets, cap=cap)
-    return plain.vocabulary_sums(x, kernel, targets, dtype=dtype, cap=cap, tokens_per_chunk=tokens_per_chunk)
+        return mosaic.vocabulary_sums(x.astype(dtype), kernel.astype(dtype), targets, **options)
+    return plain.vocabulary_sums(x, kernel, targets, dtype=dtype, tokens_per_chunk=tokens_per_chunk, **options)
 
 
 def gradients(
@@ -55,12 +60,13 @@ def gradients(
     targets: Int[Array, " t"],
     log_totals: Float[Array, " t"],
     dlosses: Float[Array, " t"],
+    kept: KeptLogits | None = None,
     *,
     dtype: DTypeLike,
     cap: float | None,
     tokens_per_chunk: int,
 ) -> tuple[Float[Array, "t d"], Float[Array, "d v"]]:
-    """Compute the gradients of features and kernel, a few tokens at a time, whose logits are computed again.
+    """Compute the gradients of features and kernel, a few tokens at a time.
 
     It is written out because JAX would multiply the gradients of logits in float32, at a fraction of the speed of
     bfloat16, and scatter those of the targets. The gradient of the kernel adds up in the kernel's own precision.
@@ -69,23 +75,28 @@ def gradients(
         x: As for `vocabulary_sums`; so are `kernel`, `targets`, `dtype` and `cap`.
         log_totals: The logarithm of the sum of the exponentials of all logits of each token.
         dlosses: The gradient of each token's loss.
+        kept: The logits; computed again if they were not kept.
         tokens_per_chunk: How many tokens are treated at once.
     """
     narrow = kernel.astype(dtype)
-    logit_gradients = functools.partial(plain.logit_gradients, dtype=dtype, cap=cap)
-    if _is_fused(min(tokens_per_chunk, x.shape[0]), kernel, dtype):
-        from xlstm_jax.kernels.cross_entropy import mosaic
+    is_fused = kept is None and _is_fused(min(tokens_per_chunk, x.shape[0]), kernel, dtype)
 
-        logit_gradients = functools.partial(mosaic.logit_gradients, cap=cap)
+    def logit_gradients(features: jax.Array, kept: KeptLogits | None, *rest: jax.Array) -> jax.Array:
+        if is_fused:
+            from xlstm_jax.kernels.cross_entropy import mosaic
 
-    def of_chunk(dkernel: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            return mosaic.logit_gradients(features, narrow, *rest, cap=cap)
+        logits = plain.compute_logits(features, narrow, dtype=dtype, cap=cap) if kept is None else plain.restored(kept)
+        return plain.logit_gradients(logits, *rest, cap=cap).astype(dtype)
+
+    def of_chunk(dkernel: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
         features, *rest = chunk
         features = features.astype(dtype)
-        dlogits = logit_gradients(features, narrow, *rest)
+        dlogits = logit_gradients(features, *rest)
         dfeatures = jnp.matmul(dlogits, narrow.T, preferred_element_type=x.dtype)
         return dkernel + jnp.matmul(features.T, dlogits, preferred_element_type=kernel.dtype), dfeatures
 
-    chunks = plain.cut_into_chunks((x, targets, log_totals, dlosses), tokens_per_chunk)
+    chunks = plain.cut_into_chunks((x, kept, targets, log_totals, dlosses), tokens_per_chunk)
     dkernel, dx = jax.lax.scan(of_chunk, jnp.zeros_like(kernel), chunks)
     return dx.reshape(-1, x.shape[-1])[: x.shape[0]], dkernel
 

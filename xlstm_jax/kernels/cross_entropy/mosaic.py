@@ -1,4 +1,4 @@
-"""Logits on Hopper GPUs that never leave the chip: their sums over the vocabulary, and their gradients.
+"""Logits on Hopper GPUs that need not leave the chip: their sums over the vocabulary, and their gradients.
 
 A block has the features of some tokens and walks over the vocabulary. Each of its two computing warpgroups has half of
 the tokens and multiplies by itself, so that one sums up, or writes, a tile of logits while the other keeps the tensor
@@ -14,8 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
+from xlstm_jax.kernels.cross_entropy.plain import FARTHEST, KeptLogits
 from xlstm_jax.kernels.cross_entropy.tiling import CLUSTER, COLUMNS, MULTIPLE_OF_TOKENS, ROWS, TILE, num_splits
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
 from xlstm_jax.kernels.mosaic_ring import MATRIX, ROW, TILED, Ring, cooperate
@@ -31,8 +33,9 @@ def vocabulary_sums(
     targets: Int[Array, " t"],
     *,
     cap: float | None,
+    keep_logits: bool = False,
     interpret: Any = None,
-) -> tuple[Float[Array, " t"], Float[Array, " t"], Float[Array, " t"]]:
+) -> tuple[tuple[Float[Array, " t"], Float[Array, " t"], Float[Array, " t"]], KeptLogits | None]:
     """Compute the largest logit of each token, the sum of the exponentials of logits less that, and its target's logit.
 
     Args:
@@ -40,41 +43,53 @@ def vocabulary_sums(
         kernel: The projection to the vocabulary.
         targets: The target of each token; that of one without a target here is outside of the vocabulary.
         cap: Logits are squashed into (-cap, cap); `None` leaves them as they are.
+        keep_logits: Whether to write logits, as distances from the largest of those before them.
         interpret: How to simulate a GPU on a CPU.
     """
-    splits = num_splits(x.shape[0])
+    num_tokens, vocab_size = x.shape[0], kernel.shape[1]
+    splits = num_splits(num_tokens)
 
     def compute(r: Any, walk: Callable, rows: Any, split: Any) -> None:
         index = _load_rows(r.targets.at[rows])
 
         def add_tile(logits: jax.Array, columns: jax.Array, start: Any, carried: Any) -> Any:
-            del start
             largest, total, target = carried
-            if kernel.shape[1] % COLUMNS:
-                logits = jnp.where(columns < kernel.shape[1], logits, LOWEST)
+            if vocab_size % COLUMNS:
+                logits = jnp.where(columns < vocab_size, logits, LOWEST)
             new = jnp.maximum(largest, logits.max(axis=1))
-            weights = jnp.exp2((logits - _by_row(new)) * LOG2_E)
-            total = total * jnp.exp2((largest - new) * LOG2_E) + weights.sum(axis=1)
-            return new, total, target + jnp.where(columns == _by_row(index), logits, 0.0).sum(axis=1)
+            distances = logits - _by_row(new)
+            total = total * jnp.exp2((largest - new) * LOG2_E) + jnp.exp2(distances * LOG2_E).sum(axis=1)
+            target = target + jnp.where(columns == _by_row(index), logits, 0.0).sum(axis=1)
+            if keep_logits:
+                _write_tile(r, jnp.maximum(distances, FARTHEST), r.distances.at[rows, pl.ds(start, COLUMNS)])
+                r.references[lax.div(start, jnp.int32(COLUMNS)), rows] = new
+            return new, total, target
 
         zeros = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROW)
         results = walk(add_tile, (zeros + LOWEST, zeros, zeros))
         for ref, result in zip((r.largest, r.totals, r.target_logits), results, strict=True):
             ref[split, rows] = result
+        if keep_logits:
+            plgpu.wait_smem_to_gmem(0)
 
-    shape = jax.ShapeDtypeStruct((splits, x.shape[0]), jnp.float32)
-    largest, totals, target_logits = _launch(
-        "vocabulary_sums",
+    shape = jax.ShapeDtypeStruct((splits, num_tokens), jnp.float32)
+    outputs = {"largest": shape, "totals": shape, "target_logits": shape}
+    if keep_logits:
+        outputs["distances"] = jax.ShapeDtypeStruct((num_tokens, vocab_size), jnp.float16)
+        outputs["references"] = jax.ShapeDtypeStruct((-(-vocab_size // COLUMNS), num_tokens), jnp.float32)
+    largest, totals, target_logits, *kept = _launch(
+        "vocabulary_sums_and_logits" if keep_logits else "vocabulary_sums",
         compute,
         {"x": x, "kernel": kernel, "targets": targets},
-        {"largest": shape, "totals": shape, "target_logits": shape},
+        outputs,
         splits=splits,
-        slots=4,
         cap=cap,
         interpret=interpret,
+        writes=jnp.float16 if keep_logits else None,
     )
     most = jnp.max(largest, axis=0)
-    return most, jnp.sum(totals * jnp.exp(largest - most), axis=0), jnp.sum(target_logits, axis=0)
+    sums = most, jnp.sum(totals * jnp.exp(largest - most), axis=0), jnp.sum(target_logits, axis=0)
+    return sums, KeptLogits(kept[0], kept[1].T) if kept else None
 
 
 def logit_gradients(
@@ -103,17 +118,13 @@ def logit_gradients(
         del split
         index, log_total, dloss = (_load_rows(ref.at[rows]) for ref in (r.targets, r.log_totals, r.dlosses))
         shift = log_total * LOG2_E
-        warpgroup = lax.axis_index("warpgroup")
 
         def write_tile(logits: jax.Array, columns: jax.Array, start: Any, carried: Any) -> Any:
             gradients = jnp.exp2(logits * LOG2_E - _by_row(shift))
             gradients = jnp.where(columns == _by_row(index), gradients - 1.0, gradients) * _by_row(dloss)
             if cap is not None:
                 gradients = gradients * (1.0 - jnp.square(logits * (1.0 / cap)))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written before has left the staging
-            r.staging[warpgroup] = gradients.astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(r.staging.at[warpgroup], r.gradients.at[rows, pl.ds(start, COLUMNS)])
+            _write_tile(r, gradients, r.gradients.at[rows, pl.ds(start, COLUMNS)])
             return carried
 
         walk(write_tile, ())
@@ -125,10 +136,9 @@ def logit_gradients(
         {"x": x, "kernel": kernel, "targets": targets, "log_totals": log_totals, "dlosses": dlosses},
         {"gradients": jax.ShapeDtypeStruct((x.shape[0], kernel.shape[1]), jnp.bfloat16)},
         splits=num_splits(x.shape[0]),
-        slots=3,
         cap=cap,
         interpret=interpret,
-        scratch={"staging": plgpu.SMEM((2, TILE, COLUMNS), jnp.bfloat16, transforms=TILED)},
+        writes=jnp.bfloat16,
     )
     return gradients
 
@@ -140,10 +150,9 @@ def _launch(
     outputs: dict[str, jax.ShapeDtypeStruct],
     *,
     splits: int,
-    slots: int,
     cap: float | None,
     interpret: Any,
-    scratch: dict[str, Any] | None = None,
+    writes: DTypeLike | None = None,
 ) -> list[jax.Array]:
     """Run a kernel that walks over the vocabulary.
 
@@ -155,14 +164,14 @@ def _launch(
         inputs: `x`, `kernel` and what else `compute` reads.
         outputs: What it writes.
         splits: The parts of the vocabulary.
-        slots: Tiles of features and of the kernel that are in flight or in use.
         cap: Logits are squashed into (-cap, cap).
         interpret: How to simulate a GPU on a CPU; it has no clusters.
-        scratch: Further shared memory.
+        writes: The precision of tiles that `compute` writes, if it does; they leave from the shared memory `staging`.
     """
     (num_tokens, dim), vocab_size = inputs["x"].shape, inputs["kernel"].shape[1]
     depth, num_tiles = dim // TILE, -(-vocab_size // COLUMNS)
     tiles_per_split = -(-num_tiles // splits)
+    slots = 4 if writes is None else 3  # tiles of features and of the kernel that are in flight or in use
     cluster = {} if interpret else {"cluster": (CLUSTER,), "cluster_names": ("cluster",)}
     empty = {"num_arrivals": 2, "num_barriers": slots}
     scratch = {
@@ -171,8 +180,9 @@ def _launch(
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=slots),
         # What one block loads, it loads for both, so both have to be done with what was there before.
         "empty": plgpu.Barrier(**empty) if interpret else plgpu.ClusterBarrier(collective_axes=("cluster",), **empty),
-        **(scratch or {}),
     }
+    if writes is not None:
+        scratch["staging"] = plgpu.SMEM((2, TILE, COLUMNS), writes, transforms=TILED)
     names = [*inputs, *outputs, *scratch]
 
     def body(*refs: Any) -> None:
@@ -246,6 +256,15 @@ def _launch(
         **cluster,
     )(*inputs.values())
     return list(results)
+
+
+def _write_tile(r: Any, tile: jax.Array, target: Any) -> None:
+    """Send a warpgroup's tile on its way, once the one before has left the staging."""
+    own = r.staging.at[lax.axis_index("warpgroup")]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    own[...] = tile.astype(own.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(own, target)
 
 
 def _load_rows(ref: Any) -> jax.Array:

@@ -1,11 +1,33 @@
 """Logits, their sums over the vocabulary and their gradients in plain JAX."""
 
+from typing import Any, NamedTuple, TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from xlstm_jax.kernels.cross_entropy.tiling import COLUMNS
 from xlstm_jax.kernels.soft_cap import soft_cap_logits
+
+Tree = TypeVar("Tree")
+
+FARTHEST = -6e4
+"""Of what is kept in float16: below it, an exponential is zero by far."""
+
+
+class KeptLogits(NamedTuple):
+    """Logits as a forward pass keeps them.
+
+    They are kept as distances from a number that none of their neighbours exceeds, and that is near the largest of all:
+    the more a logit counts, the smaller its distance is, so float16 rounds the exponential of none by more than
+    bfloat16 would.
+    """
+
+    distances: jax.Array
+    """`[tokens, vocabulary]`, none of them positive."""
+    references: jax.Array
+    """`[tokens, tiles]`, for each `COLUMNS` logits one."""
 
 
 def compute_logits(x: jax.Array, kernel: jax.Array, *, dtype: DTypeLike, cap: float | None) -> jax.Array:
@@ -16,50 +38,64 @@ def compute_logits(x: jax.Array, kernel: jax.Array, *, dtype: DTypeLike, cap: fl
 
 
 def vocabulary_sums(
-    x: jax.Array, kernel: jax.Array, targets: jax.Array, *, dtype: DTypeLike, cap: float | None, tokens_per_chunk: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    *,
+    dtype: DTypeLike,
+    cap: float | None,
+    tokens_per_chunk: int,
+    keep_logits: bool,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], KeptLogits | None]:
     """Compute what `api.vocabulary_sums` does, for a chunk of tokens at a time."""
     size = kernel.shape[-1]
 
-    def of_chunk(chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def of_chunk(chunk: tuple[jax.Array, ...]) -> Any:
         features, targets = chunk
         logits = compute_logits(features, kernel, dtype=dtype, cap=cap)
         largest = jnp.max(logits, axis=-1)
         target_logits = jnp.take_along_axis(logits, jnp.clip(targets, 0, size - 1)[:, None], axis=-1)[:, 0]
         target_logits = jnp.where((targets >= 0) & (targets < size), target_logits, 0.0)
-        return largest, jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1), target_logits
+        distances = logits - largest[:, None]
+        kept = jnp.maximum(distances, FARTHEST).astype(kept_dtype(dtype)) if keep_logits else None
+        return (largest, jnp.sum(jnp.exp(distances), axis=-1), target_logits), kept
 
-    results = lax.map(of_chunk, cut_into_chunks((x, targets), tokens_per_chunk))
+    results, kept = lax.map(of_chunk, cut_into_chunks((x, targets), tokens_per_chunk))
     largest, totals, target_logits = (y.reshape(-1)[: targets.size] for y in results)
-    return largest, totals, target_logits
+    if kept is not None:
+        references = jnp.broadcast_to(largest[:, None], (targets.size, -(-size // COLUMNS)))
+        kept = KeptLogits(kept.reshape(-1, size)[: targets.size], references)
+    return (largest, totals, target_logits), kept
+
+
+def kept_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Return the precision in which logits are kept that are products in another."""
+    return jnp.dtype("float16") if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
+
+
+def restored(kept: KeptLogits) -> jax.Array:
+    """Return kept logits as they were, but for rounding."""
+    size = kept.distances.shape[-1]
+    references = jnp.repeat(kept.references, COLUMNS, axis=-1)[:, :size]
+    return kept.distances.astype(references.dtype) + references
 
 
 def logit_gradients(
-    x: jax.Array,
-    kernel: jax.Array,
-    targets: jax.Array,
-    log_totals: jax.Array,
-    dlosses: jax.Array,
-    *,
-    dtype: DTypeLike,
-    cap: float | None,
+    logits: jax.Array, targets: jax.Array, log_totals: jax.Array, dlosses: jax.Array, *, cap: float | None
 ) -> jax.Array:
-    """Compute what `api.logit_gradients` does."""
-    logits = compute_logits(x, kernel, dtype=dtype, cap=cap)
-    is_target = jnp.arange(kernel.shape[-1]) == targets[:, None]
+    """Compute the gradients of logits before they are capped, in the precision of logits; arguments as in `api`."""
+    is_target = jnp.arange(logits.shape[-1]) == targets[:, None]
     gradients = (jnp.exp(logits - log_totals[:, None]) - is_target) * dlosses[:, None]
-    if cap is not None:
-        gradients = gradients * (1.0 - jnp.square(logits / cap))
-    return gradients.astype(dtype)
+    return gradients if cap is None else gradients * (1.0 - jnp.square(logits / cap))
 
 
-def cut_into_chunks(arrays: tuple[jax.Array, ...], tokens_per_chunk: int) -> tuple[jax.Array, ...]:
+def cut_into_chunks(tree: Tree, tokens_per_chunk: int) -> Tree:
     """Cut arrays of tokens into chunks, the last one filled up with zeros."""
-    num_tokens = arrays[0].shape[0]
+    num_tokens = jax.tree.leaves(tree)[0].shape[0]
     size = min(tokens_per_chunk, num_tokens)
 
     def cut(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, [(0, -num_tokens % size)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(-1, size, *x.shape[1:])
 
-    return tuple(cut(x) for x in arrays)
+    return jax.tree.map(cut, tree)

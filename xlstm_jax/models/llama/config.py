@@ -59,6 +59,9 @@ class LlamaConfig(ConfigDict):
     """Whether the other projections multiply in float8, forwards and backwards; for Hopper GPUs and newer ones."""
     loss_chunk_size: int = 1024
     """Tokens whose logits the loss holds at once."""
+    keep_logits: bool = False
+    """Whether the loss keeps all logits for the backward pass, in two bytes each if `head_dtype` has two, and does not
+    compute them again."""
 
     scan_blocks: bool = True
     remat: RematPolicy = "none"

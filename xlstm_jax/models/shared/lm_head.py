@@ -32,6 +32,7 @@ class LMHead(nn.Module):
         dtype: Precision of the projection; logits are float32.
         param_dtype: Precision of the parameters.
         tokens_per_chunk: How many tokens the losses treat at once.
+        keep_logits: Whether losses keep all logits for their gradients.
     """
 
     vocab_size: int
@@ -42,6 +43,7 @@ class LMHead(nn.Module):
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
     tokens_per_chunk: int = 1024
+    keep_logits: bool = False
 
     @nn.compact
     def __call__(
@@ -68,7 +70,8 @@ class LMHead(nn.Module):
             logits = compute_logits(x, kernel, dtype=self.dtype, cap=self.logits_soft_cap)
             return gather_whole(logits, (None,) * (x.ndim - 1) + (self.axis_name,))
         options = _Options(jnp.dtype(self.dtype), self.logits_soft_cap, self.tokens_per_chunk)
-        results: Any = _losses(x.reshape(-1, x.shape[-1]), kernel, targets.reshape(-1), self.axis_name, options)
+        x = x.reshape(-1, x.shape[-1])
+        results: Any = _losses(x, kernel, targets.reshape(-1), self.axis_name, options, self.keep_logits)
         losses, hits = (y.reshape(targets.shape) for y in results)
         return losses, hits
 
@@ -81,31 +84,35 @@ class _Options(NamedTuple):
     tokens_per_chunk: int
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _losses(
-    x: jax.Array, kernel: jax.Array, targets: jax.Array, axis_name: str, options: _Options
+    x: jax.Array, kernel: jax.Array, targets: jax.Array, axis_name: str, options: _Options, keep_logits: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Compute for each token the cross-entropy of its target, and whether that has the largest logit."""
-    results, _ = _losses_forward(x, kernel, targets, axis_name, options)
+    del keep_logits  # for gradients, of which there are none here
+    results, _ = _losses_forward(x, kernel, targets, axis_name, options, keep_logits=False)
     return results
 
 
-def _losses_forward(x, kernel, targets, axis_name, options):
+def _losses_forward(x, kernel, targets, axis_name, options, keep_logits):
     own_targets = targets - axis_index(axis_name) * kernel.shape[-1]
-    largest, totals, target_logits = cross_entropy.vocabulary_sums(x, kernel, own_targets, **options._asdict())
+    (largest, totals, target_logits), kept = cross_entropy.vocabulary_sums(
+        x, kernel, own_targets, **options._asdict(), keep_logits=keep_logits
+    )
     if axis_size(axis_name) > 1:
         own_largest, largest = largest, lax.pmax(largest, axis_name)
         totals, target_logits = lax.psum((totals * jnp.exp(own_largest - largest), target_logits), axis_name)
     log_totals = keep(jnp.log(totals) + largest, SMALL)
-    return (log_totals - target_logits, target_logits >= largest), (x, kernel, own_targets, log_totals)
+    return (log_totals - target_logits, target_logits >= largest), (x, kernel, own_targets, log_totals, kept)
 
 
-def _losses_backward(axis_name, options, residuals, cotangents):
+def _losses_backward(axis_name, options, keep_logits, residuals, cotangents):
+    del keep_logits
     dlosses = cotangents[0]
     if axis_size(axis_name) > 1:  # as every device computed all losses
         dlosses = lax.psum(dlosses, axis_name)
-    x, kernel, own_targets, log_totals = residuals
-    dx, dkernel = cross_entropy.gradients(x, kernel, own_targets, log_totals, dlosses, **options._asdict())
+    x, kernel, own_targets, log_totals, kept = residuals
+    dx, dkernel = cross_entropy.gradients(x, kernel, own_targets, log_totals, dlosses, kept, **options._asdict())
     return dx, dkernel, None
 
 

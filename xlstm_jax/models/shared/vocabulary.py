@@ -42,5 +42,6 @@ def create_lm_head(config: Any, norm_fn: Callable[..., nn.Module]) -> nn.Module:
         jnp.dtype(config.head_dtype),
         jnp.dtype(config.param_dtype),
         config.loss_chunk_size,
+        config.keep_logits,
         name="lm_head",
     )
