@@ -3,13 +3,15 @@
     python benchmarks/float8.py [--model 162m] [--batch 16] [--context 2048] [--steps 1000] [--rows 20]
 
 Both begin with the same parameters and see the same batches, drawn from the bytes of Python's standard library. A row
-has the mean loss of the steps since the last, in bits per byte; the last one that of bytes which no step has seen.
+has the mean loss of the steps since the last, in bits per byte; the last one that of bytes which no step has seen. The
+times of the first row are those of compiling, too.
 """
 
 import argparse
 import math
 import tempfile
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -37,28 +39,24 @@ def draw(text: np.ndarray, seed: int, options: argparse.Namespace) -> LLMBatch:
     return LLMBatch.from_inputs(np.stack([text[start : start + options.context] for start in starts]).astype(np.int32))
 
 
-def train(options: argparse.Namespace) -> tuple[list[float], float]:
-    """Train a model; return the rows of its table, and the seconds of a step after the first."""
+def train(options: argparse.Namespace) -> Iterator[tuple[float, float]]:
+    """Train a model, and yield for each row its loss and the seconds of a step, as far as it has come."""
     text, unseen = load_bytes(validation=False), load_bytes(validation=True)
-    bits = 1 / math.log(2)
+    bits, steps_per_row = 1 / math.log(2), options.steps // options.rows
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(options, folder, optimizer(options))
         sharding = NamedSharding(trainer.mesh, trainer.batch_partition_specs)
-        state, rows, begin = trainer.state, [], 0.0
-        metrics = trainer.init_train_metrics()
-        for step in range(1, options.steps + 1):
-            state, metrics = trainer.train_step(state, jax.device_put(draw(text, step, options), sharding), metrics)
-            if step == 1:
-                jax.block_until_ready(state)
-                begin = time.perf_counter()
-            if step % (options.steps // options.rows) == 0:
-                metrics, means = get_metrics(metrics)
-                rows.append(bits * means["loss_mean"])
-        seconds = (time.perf_counter() - begin) / max(options.steps - 1, 1)
+        state, metrics = trainer.state, trainer.init_train_metrics()
+        for row in range(options.rows):
+            begin = time.perf_counter()
+            for step in range(row * steps_per_row, (row + 1) * steps_per_row):
+                state, metrics = trainer.train_step(state, jax.device_put(draw(text, step, options), sharding), metrics)
+            metrics, means = get_metrics(metrics)
+            yield bits * means["loss_mean"], (time.perf_counter() - begin) / steps_per_row
         metrics = trainer.init_eval_metrics()
         for seed in range(VALIDATION_BATCHES):
             metrics = trainer.eval_step(state, jax.device_put(draw(unseen, seed, options), sharding), metrics)
-        return [*rows, bits * get_metrics(metrics)[1]["loss"]], seconds
+        yield bits * get_metrics(metrics)[1]["loss"], math.nan
 
 
 def optimizer(options: argparse.Namespace) -> OptimizerConfig:
@@ -88,13 +86,17 @@ def main() -> None:
         parser.error(f"{options.steps} steps do not make {options.rows} rows: steps must be a multiple of rows")
     rest = {"backend": "auto", "chunk_size": 64, "unrolled": False}
     rest |= {"head_dtype": "bfloat16", "loss_chunk_size": 8192, "keep_logits": False}
-    columns = [train(argparse.Namespace(**vars(options), **rest, float8=float8)) for float8 in (False, True)]
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(options)}\n")
-    print("| step | bfloat16 | float8 | difference |\n|---|---|---|---|")
+    curves = [train(argparse.Namespace(**vars(options), **rest, float8=float8)) for float8 in (False, True)]
+    header = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {vars(options)}\n\n"
+    header += (
+        "| step | bfloat16 | float8 | difference | ms of a step in bfloat16 | in float8 |\n|---|---|---|---|---|---|"
+    )
     steps = [str((i + 1) * (options.steps // options.rows)) for i in range(options.rows)]
-    for step, a, b in zip([*steps, "unseen"], *(losses for losses, _ in columns), strict=True):
-        print(f"| {step} | {a:.4f} | {b:.4f} | {b / a - 1:+.2%} |")
-    print("\nSeconds of a step: " + ", ".join(f"{seconds:.4f}" for _, seconds in columns))
+    for step, (a, seconds), (b, others) in zip([*steps, "unseen"], *curves, strict=True):
+        if step == steps[0]:  # only now are the trainers done with what they have to say
+            print(header)
+        times = f"{1e3 * seconds:.1f} | {1e3 * others:.1f}" if step != "unseen" else " | "
+        print(f"| {step} | {a:.4f} | {b:.4f} | {b / a - 1:+.2%} | {times} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -75,8 +75,7 @@ def kept_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 def restored(kept: KeptLogits) -> jax.Array:
     """Return kept logits as they were, but for rounding."""
-    size = kept.distances.shape[-1]
-    references = jnp.repeat(kept.references, COLUMNS, axis=-1)[:, :size]
+    references = jnp.repeat(kept.references, COLUMNS, axis=-1)[:, : kept.distances.shape[-1]]
     return kept.distances.astype(references.dtype) + references
 
 
