@@ -1,6 +1,7 @@
 """The mLSTM in kernels for Hopper GPUs: lowered and simulated everywhere, computed where there is one."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,7 @@ def everything(run, inputs, state, resets, dhidden, dlast):
     cotangents = dhidden.astype(hidden.dtype), jax.tree.map(lambda c, x: c.astype(x.dtype), dlast, last)
     dinputs, dstate = jax.jit(lambda backward, cotangents: backward(cotangents))(backward, cotangents)
     names, gradients = (INPUTS, (*dinputs, *dstate[:2])) if state is not None else (INPUTS[:5], dinputs)
-    results = zip([*OUTPUTS, *names], (hidden, *last[:2], *gradients), strict=True)
-    return {name: np.asarray(x, np.float64) for name, x in results}
+    return named([*OUTPUTS, *names], (hidden, *last[:2], *gradients))
 
 
 def exact(spec, **options):
@@ -109,6 +109,10 @@ def _sequences(name, x):
         x = np.moveaxis(x, 2, 1)  # to batch, heads, positions
     width = 1 if name in ("igate", "fgate", "stabilizer") else x.shape[-1]
     return x.reshape(x.shape[0] * x.shape[1], -1, width)
+
+
+def named(names, arrays):
+    return {name: np.asarray(x, np.float64) for name, x in zip(names, arrays, strict=True)}
 
 
 def assert_small(actual, expected, limit=1e-2):
@@ -279,11 +283,7 @@ def test_any_length_and_input_gate(length, input_gate):
     run = functools.partial(mlstm, *inputs, state=state, return_state=True, input_gate=input_gate)
     actual, expected = (jax.jit(functools.partial(run, backend=form))() for form in ("mosaic", "chunkwise"))
     names = [*OUTPUTS, "stabilizer"]
-    actual, expected = (
-        {name: np.asarray(x, np.float64) for name, x in zip(names, (h, *last), strict=True)}
-        for h, last in (actual, expected)
-    )
-    assert_small(actual, expected)
+    assert_small(*(named(names, (hidden, *last)) for hidden, last in (actual, expected)))
 
 
 @needs_hopper
@@ -312,6 +312,71 @@ def test_a_split_sequence_gives_the_result_of_a_whole_one():
     first, middle = run(*(x[:, :444] for x in inputs))
     second, end_of_second = run(*(x[:, 444:] for x in inputs), state=middle)
     assert isinstance(end, MLSTMState)
-    joined = {"hidden": np.concatenate([first, second], axis=1), "memory": end_of_second.memory}
-    expected = {"hidden": whole, "memory": end.memory}
-    assert_small(*({name: np.asarray(x, np.float64) for name, x in named.items()} for named in (joined, expected)))
+    joined = np.concatenate([first, second], axis=1), end_of_second.memory
+    assert_small(*(named(OUTPUTS[:2], results) for results in (joined, (whole, end.memory))))
+
+
+def slices(arguments, borders):
+    """Cut sequences at borders."""
+    return [tuple(x[:, a:b] for x in arguments) for a, b in itertools.pairwise(borders)]
+
+
+@needs_hopper
+def test_gradients_flow_through_the_state_between_two_parts():
+    inputs, *_, weights, _ = drawn(ArgSpec(2, 1000, 2, 128, 128, igate_mean=0.0, fgate_mean=8.0))
+    run = functools.partial(mlstm, return_state=True, backend="mosaic")
+
+    def loss(inputs, borders):
+        state, parts = None, []
+        for part in slices(inputs, (0, *borders, 1000)):
+            hidden, state = run(*part, state=state)
+            parts.append(hidden)
+        return jnp.sum(jnp.concatenate(parts, axis=1).astype(jnp.float32) * weights)
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    assert_small(*(named(INPUTS[:5], gradient(inputs, borders)) for borders in ((444,), ())))
+
+
+@needs_hopper
+def test_packed_documents_give_the_results_of_separate_ones():
+    inputs, *_, weights, _ = drawn(ArgSpec(1, 1000, 2, 64, 128, igate_mean=0.0, fgate_mean=8.0))
+    borders = (0, 100, 101, 600, 1000)
+    resets = jnp.zeros((1, 1000), bool).at[0, jnp.array(borders[1:-1])].set(True)
+    run = functools.partial(mlstm, backend="mosaic")
+
+    def packed(inputs):
+        hidden = run(*inputs, resets=resets)
+        return jnp.sum(hidden.astype(jnp.float32) * weights), hidden
+
+    def separate(inputs):
+        hidden = jnp.concatenate([run(*part) for part in slices(inputs, borders)], axis=1)
+        return jnp.sum(hidden.astype(jnp.float32) * weights), hidden
+
+    results = (jax.jit(jax.grad(f, has_aux=True))(inputs) for f in (packed, separate))
+    results = [named([*INPUTS[:5], "hidden"], (*gradients, hidden)) for gradients, hidden in results]
+    assert_small(*results, limit=2e-2)  # as both are rounded
+
+
+@needs_hopper
+def test_a_document_that_begins_at_once_drops_the_initial_state():
+    inputs, state, *_ = drawn(ArgSpec(2, 300, 2, 64, 64, igate_mean=0.0, fgate_mean=8.0))
+    resets = jnp.zeros((2, 300), bool).at[:, 0].set(True)
+    run = jax.jit(functools.partial(mlstm, backend="mosaic"))
+    assert_small(*(named(["hidden"], [x]) for x in (run(*inputs, state=state, resets=resets), run(*inputs))))
+
+
+@needs_hopper
+def test_gates_that_jump_between_extremes_give_the_results_of_plain_jax():
+    (q, k, v, igate, _), *_ = drawn(ArgSpec(1, 300, 2, 64, 64))
+    signs = jax.random.rademacher(jax.random.key(5), (2, *igate.shape), igate.dtype)
+    results = (mlstm(q, k, v, *(50.0 * signs), backend=form) for form in ("mosaic", "chunkwise"))
+    assert_small(*(named(["hidden"], [x]) for x in results))
+
+
+@needs_hopper
+def test_no_output_depends_on_a_later_token():
+    inputs, *_ = drawn(ArgSpec(1, 300, 2, 64, 64, igate_mean=0.0, fgate_mean=8.0))
+    run = jax.jit(functools.partial(mlstm, backend="mosaic"))
+    hidden, changed = (np.asarray(run(*x), np.float32) for x in (inputs, [x.at[:, 200:].add(1.0) for x in inputs]))
+    assert np.array_equal(hidden[:, :200], changed[:, :200])
+    assert np.abs(hidden - changed)[:, 200].max() > 0.1
