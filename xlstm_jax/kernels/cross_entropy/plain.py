@@ -19,9 +19,8 @@ FARTHEST = -6e4
 class KeptLogits(NamedTuple):
     """Logits as a forward pass keeps them.
 
-    They are kept as distances from a number that none of their neighbours exceeds, and that is near the largest of all:
-    the more a logit counts, the smaller its distance is, so float16 rounds the exponential of none by more than
-    bfloat16 would.
+    They are kept as distances from a number that none of their neighbours exceeds. The more a logit counts, the smaller
+    its distance is, so float16 rounds no exponential that counts by more than bfloat16 would.
     """
 
     distances: jax.Array
