@@ -10,7 +10,7 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of a run goes into compiling programs that then run for milliseconds. Flags from outside come later, and count.
-QUICK = ["--xla_backend_optimization_level=1"]
+QUICK = ["--xla_backend_optimization_level=0"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # Newer ones have no other emitters, and not this flag.
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -31,7 +31,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 from jaxtyping import install_import_hook
 
-install_import_hook("xlstm_jax", "beartype.beartype")
+install_import_hook("xlstm_jax", "annotations.checked")
 
 import jax
 import jaxtyping

@@ -1,6 +1,7 @@
 """Meshes of the eight simulated devices, and how tests run a device's program on them."""
 
 import math
+import os
 from collections.abc import Callable
 
 import jax
@@ -25,15 +26,20 @@ MESHES = {
 }
 
 
+EXACT = None if "optimization_level=3" in os.environ["XLA_FLAGS"] else {"xla_backend_optimization_level": 1}
+"""For tests of the last bits: without any optimisation, as most tests compile, they depend on how arrays are split."""
+
+
 def make_mesh(**sizes: int) -> Mesh:
     """Arrange as many devices as the sizes need; axes that are not named have one."""
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     return Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), AXES)
 
 
-def on_mesh(function: Callable, mesh: Mesh, in_specs=P(), out_specs=P()) -> Callable:
+def on_mesh(function: Callable, mesh: Mesh, in_specs=P(), out_specs=P(), compiler_options=None) -> Callable:
     """Turn a device's program into one over global arrays."""
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    program = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(program, compiler_options=compiler_options)
 
 
 def specs_of(function: Callable, mesh: Mesh, *args, in_specs=P()):
@@ -44,9 +50,10 @@ def specs_of(function: Callable, mesh: Mesh, *args, in_specs=P()):
     return nn.get_partition_spec(shapes)
 
 
-def run_sharded(function: Callable, mesh: Mesh, *args, in_specs=P()):
+def run_sharded(function: Callable, mesh: Mesh, *args, in_specs=P(), compiler_options=None):
     """Run a device's program whose results say by their boxes how they are split."""
-    return on_mesh(function, mesh, in_specs, specs_of(function, mesh, *args, in_specs=in_specs))(*args)
+    out_specs = specs_of(function, mesh, *args, in_specs=in_specs)
+    return on_mesh(function, mesh, in_specs, out_specs, compiler_options)(*args)
 
 
 def unboxed_tree(tree):

@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes import BATCH, MESHES, make_mesh, run_sharded, unboxed_tree
+from meshes import BATCH, EXACT, MESHES, make_mesh, run_sharded, unboxed_tree
 from tolerances import assert_close
 
 from xlstm_jax.distributed import TPAsyncDense, TPDense, shard_module_params, split_array_over_mesh, sync_gradients
@@ -73,7 +73,7 @@ def loss(network, params, x, y):
 @functools.cache
 def on_one_device():
     network, (x, y) = Network(), data()
-    params = jax.jit(lambda key: network.init(key, x)["params"])(jax.random.key(3))
+    params = jax.jit(lambda key: network.init(key, x)["params"], compiler_options=EXACT)(jax.random.key(3))
     return jax.device_get((params, jax.jit(jax.grad(functools.partial(loss, network)))(params, x, y)))
 
 
@@ -81,7 +81,8 @@ def on_one_device():
 def parameters_on(mesh_name):
     x, _ = data()
     mesh = make_mesh(**MESHES[mesh_name])
-    return unboxed_tree(run_sharded(lambda key: Network().init(key, x)["params"], mesh, jax.random.key(3)))
+    initialise = lambda key: Network().init(key, x)["params"]  # noqa: E731
+    return unboxed_tree(run_sharded(initialise, mesh, jax.random.key(3), compiler_options=EXACT))
 
 
 @pytest.mark.parametrize("mesh_name", MESHES)

@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import BATCH, make_mesh, on_mesh, run_sharded, unboxed_tree
+from meshes import BATCH, EXACT, make_mesh, on_mesh, run_sharded, unboxed_tree
 
 from xlstm_jax.distributed import sync_gradients
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
@@ -52,9 +52,8 @@ def mean_loss(model, params, inputs, targets):
 
 def parameters_on(model, mesh_name):
     """Return the initial parameters on a mesh, whole."""
-    return unboxed_tree(
-        run_sharded(lambda key: init(model, key), make_mesh(**MODEL_MESHES[mesh_name]), jax.random.key(3))
-    )
+    mesh = make_mesh(**MODEL_MESHES[mesh_name])
+    return unboxed_tree(run_sharded(lambda key: init(model, key), mesh, jax.random.key(3), compiler_options=EXACT))
 
 
 def place_on(model, mesh, whole_params):

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from meshes import EXACT
 from models import runs
 from models.runs import MODEL_MESHES, PARALLEL, init, shaken, train_on, train_without_mesh, with_config
 
@@ -58,7 +59,7 @@ def parameters_on(name, mesh_name):
 def without_mesh(name):
     """Return initial parameters, and the first gradients and the losses of a run from shaken ones."""
     model = MODELS[name]
-    params = jax.jit(functools.partial(init, model))(jax.random.key(3))
+    params = jax.jit(functools.partial(init, model), compiler_options=EXACT)(jax.random.key(3))
     start = jax.device_get(shaken(params))
     return jax.device_get(params), start, *train_without_mesh(model, start)
 

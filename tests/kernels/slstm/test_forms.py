@@ -16,9 +16,9 @@ from xlstm_jax.kernels.slstm import SLSTMState, empty_state, slstm, slstm_step
 from xlstm_jax.kernels.slstm.arg_specs import SMALL, ArgSpec
 
 FORMS = ["reference", "recompute"]
+compiled = jax.jit(slstm, static_argnames=("return_state", "backend"))
 
 
-@functools.partial(jax.jit, static_argnames="form")
 def outputs_and_gradients(arguments, state, resets, mask, projections, form):
     def loss(arguments, state):
         outputs, last = slstm(*arguments, state=state, resets=resets, mask=mask, return_state=True, backend=form)
@@ -26,6 +26,14 @@ def outputs_and_gradients(arguments, state, resets, mask, projections, form):
         return sum(jnp.sum(x * projection) for x, projection in zip(parts, projections, strict=True)), parts
 
     return jax.grad(loss, argnums=(0, 1), has_aux=True)(arguments, state)
+
+
+# Nobody trains in float64: where the rest is compiled as users have it, these programs still are not optimised.
+OPTIONS = {"float32": None, "float64": {"xla_backend_optimization_level": 0}}
+PROGRAMS = {
+    dtype: jax.jit(outputs_and_gradients, static_argnames="form", compiler_options=options)
+    for dtype, options in OPTIONS.items()
+}
 
 
 @functools.cache
@@ -45,7 +53,7 @@ def everything(spec, form, dtype="float64", with_state=True, reset_rate=0.0, mas
         projections = [draw.standard_normal(shape, "float32") for shape in shapes]
         inputs = jax.tree.map(lambda x: jnp.asarray(x, dtype), (arguments, state, projections))
         (arguments, state, projections) = inputs
-        gradients, outputs = outputs_and_gradients(arguments, state, resets, mask, projections, form)
+        gradients, outputs = PROGRAMS[dtype](arguments, state, resets, mask, projections, form)
         named = dict(zip(["outputs", *SLSTMState._fields], outputs, strict=True))
         named |= dict(zip(["dgates", "drecurrent"], gradients[0], strict=True))
         if with_state:
@@ -107,10 +115,10 @@ def test_the_gradients_of_the_reference_are_the_slopes_of_its_outputs(float64, k
 def test_a_split_sequence_gives_the_same_result_as_a_whole_one(form, border, float64, key):
     spec = SMALL["several tokens"]
     gates, recurrent = spec.arguments(key, float64)
-    run = jax.jit(functools.partial(slstm, return_state=True, backend=form))
-    whole, end = run(gates, recurrent)
-    first, middle = run(gates[:, :border], recurrent)
-    second, end_of_second = run(gates[:, border:], recurrent, state=middle)
+    options = {"return_state": True, "backend": form}
+    whole, end = compiled(gates, recurrent, **options)
+    first, middle = compiled(gates[:, :border], recurrent, **options)
+    second, end_of_second = compiled(gates[:, border:], recurrent, state=middle, **options)
     assert_close(jnp.concatenate([first, second], axis=1), whole, dtype=float64)
     assert_close(end_of_second, end, dtype=float64)
 
@@ -158,8 +166,8 @@ def test_a_document_that_begins_at_once_drops_the_initial_state(form, key):
     spec = SMALL["several tokens"]
     arguments, state = spec.arguments(key), spec.state(key)
     resets = jnp.zeros((spec.batch_size, spec.length), bool).at[:, 0].set(True)
-    run = jax.jit(functools.partial(slstm, return_state=True, backend=form))
-    assert_close(run(*arguments, state=state, resets=resets), run(*arguments))
+    options = {"return_state": True, "backend": form}
+    assert_close(compiled(*arguments, state=state, resets=resets, **options), compiled(*arguments, **options))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -257,18 +265,19 @@ def test_gates_that_jump_between_extremes_give_the_results_of_float64(form, key)
     assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("gate", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_first_token_beyond_the_range_of_the_exponential_has_finite_gradients(form, gate, key):
+def test_a_first_token_beyond_the_range_of_the_exponential_has_finite_gradients(form, key):
     gates, recurrent = SMALL["several tokens"].arguments(key)
-    gates = gates.at[:, 0, 0].add(gate)
 
-    def loss(gates, recurrent):
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradients(gates, recurrent):
         return jnp.sum(jnp.sin(slstm(gates, recurrent, backend=form)))
 
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(gates, recurrent)
-    assert all(np.isfinite(x).all() for x in gradients)
-    assert all(np.abs(x).max() > 1e-3 for x in gradients)
+    for gate in (-1e4, -100.0, 100.0, 1e4):
+        for gradient in gradients(gates.at[:, 0, 0].add(gate), recurrent):
+            assert np.isfinite(gradient).all(), gate
+            assert np.abs(gradient).max() > 1e-3, gate
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -312,8 +321,7 @@ def test_a_row_or_head_full_of_nan_stays_alone(form, key):
 @pytest.mark.parametrize("form", FORMS)
 def test_no_output_depends_on_a_later_token(form, key):
     gates, recurrent = SMALL["several tokens"].arguments(key)
-    run = jax.jit(functools.partial(slstm, backend=form))
-    changed, unchanged = run(gates.at[:, 11:].add(1.0), recurrent), run(gates, recurrent)
+    changed, unchanged = (compiled(x, recurrent, backend=form) for x in (gates.at[:, 11:].add(1.0), gates))
     assert_close(changed[:, :11], unchanged[:, :11])
     assert np.abs(changed[:, 11] - unchanged[:, 11]).max() > 0.1
 
@@ -321,8 +329,7 @@ def test_no_output_depends_on_a_later_token(form, key):
 @pytest.mark.parametrize("form", FORMS)
 def test_heads_do_not_see_each_other(form, key):
     gates, recurrent = SMALL["several tokens"].arguments(key)
-    run = jax.jit(functools.partial(slstm, backend=form))
-    changed, unchanged = run(gates.at[:, :, :, 1].add(1.0), recurrent), run(gates, recurrent)
+    changed, unchanged = (compiled(x, recurrent, backend=form) for x in (gates.at[:, :, :, 1].add(1.0), gates))
     assert_close(changed[:, :, 0], unchanged[:, :, 0])
     assert np.abs(changed[:, :, 1] - unchanged[:, :, 1]).max() > 0.1
 
