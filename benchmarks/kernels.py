@@ -1,12 +1,13 @@
 """How long the mLSTM cell takes on a GPU: our kernels, plain XLA, the package mlstm-kernels, and attention.
 
     pip install mlstm-kernels==2.0.6        # for the peer, beside torch with CUDA and triton
-    python benchmarks/kernels.py [--shapes 2] [--peers mlstm-kernels attention] [--chunk-sizes 256]
+    python benchmarks/kernels.py [--shapes 2] [--length 512] [--peers mlstm-kernels attention] [--chunk-sizes 256]
 
 All take turns in one run, on the same shapes, in bfloat16. A time is the median over groups of calls one after the
-other, on the host's clock, launches included; the peer's too. `forward+backward` computes the gradients of all five
-inputs. The floor is what a GPU needs at least: each input read and each output written once at 4.3 TB/s, or the
-products of the chunkwise form (64 positions a chunk) at 790 TFLOP/s, whichever takes longer.
+other, on the host's clock; a group is so long that the launch of its first call hardly counts. `forward+backward`
+computes the gradients of all five inputs. The floor is what a GPU needs at least: each input read and each output
+written once at 4.3 TB/s, or the products of the chunkwise form (64 positions a chunk) at 790 TFLOP/s, whichever takes
+longer.
 """
 
 import argparse
@@ -70,21 +71,24 @@ SHAPES = [
     Shape(1, 8, 65536, 256, 512),
     Shape(8, 4, 8192, 256, 512),
 ]
+GROUPS, SECONDS_OF_GROUP = 9, 0.05
 Timed = dict[str, tuple[float, ...]]
 """Seconds of forward, and of forward and backward, by name."""
 
 
-def seconds(call: Callable[[], Any], wait: Callable[[Any], Any], groups: int = 15, calls: int = 4) -> float:
+def seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     """Return the median time of a call."""
-    wait(call())
-    times = []
-    for _ in range(groups):
+
+    def of_group(calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
             result = call()
         wait(result)
-        times.append((time.perf_counter() - start) / calls)
-    return statistics.median(times)
+        return (time.perf_counter() - start) / calls
+
+    wait(call())
+    calls = max(2, round(SECONDS_OF_GROUP / of_group(2)))
+    return statistics.median(of_group(calls) for _ in range(GROUPS))
 
 
 def time_ours(
@@ -122,7 +126,7 @@ def time_attention(shape: Shape) -> tuple[float, float]:
 
     one, two = jax.jit(forward), jax.jit(both)
     wait = jax.block_until_ready
-    return seconds(lambda: one(q, k, v), wait, 5, 2), seconds(lambda: two(dhidden, q, k, v), wait, 5, 2)
+    return seconds(lambda: one(q, k, v), wait), seconds(lambda: two(dhidden, q, k, v), wait)
 
 
 def time_peer(shape: Shape, kernel: str) -> tuple[float, float]:
@@ -175,13 +179,13 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=[], choices=["mlstm-kernels", "attention"])
     parser.add_argument("--chunk-sizes", type=int, nargs="*", default=[], help="chunks of plain XLA")
     parser.add_argument("--kernels", action="store_true", help="what our forward and backward pass spends its time on")
-    parser.add_argument("--length", type=int, help="another length, to try on a small machine")
+    parser.add_argument("--batch", type=int, help="another number of sequences")
+    parser.add_argument("--length", type=int, help="another length")
     arguments = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     for index in arguments.shapes:
-        shape = SHAPES[index]
-        if arguments.length:
-            shape = dataclasses.replace(shape, length=arguments.length)
+        changes = {"batch_size": arguments.batch, "length": arguments.length}
+        shape = dataclasses.replace(SHAPES[index], **{name: x for name, x in changes.items() if x is not None})
         floors = [shape.floor(backward=backward) for backward in (False, True)]
         print(f"{shape}, floor {1e3 * floors[0]:.2f} / {1e3 * floors[1]:.2f} ms\n")
         timed = time_shape(shape, arguments.peers, arguments.chunk_sizes, arguments.kernels)
