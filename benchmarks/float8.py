@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=10, help="rows of the table")
     parser.add_argument("--lr", type=float, default=1e-3, help="the largest learning rate")
-    parser.add_argument("--remat", default="none", choices=["none", "dots", "full"])
+    parser.add_argument("--remat", default="none", choices=["none", "norms", "dots", "full"])
     options = parser.parse_args()
     if options.rows < 1 or options.steps < 1 or options.steps % options.rows:
         parser.error(f"{options.steps} steps do not make {options.rows} rows: steps must be a multiple of rows")

@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a step")
     parser.add_argument("--context", type=int, default=8192, help="tokens of a sequence")
-    parser.add_argument("--remat", default="dots", choices=["none", "dots", "full"])
+    parser.add_argument("--remat", default="dots", choices=["none", "norms", "dots", "full"])
     parser.add_argument("--backend", default="auto", help="the form of the mLSTM")
     parser.add_argument("--chunk-size", type=int, default=256, help="positions of a chunk in plain JAX")
     parser.add_argument("--head-dtype", default="bfloat16", help="precision of the projection to the vocabulary")

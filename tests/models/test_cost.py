@@ -90,7 +90,7 @@ def test_flops_are_those_of_the_training_loss(name):
     check_flops(name)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", "dots", "norms"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_policy_computes_again_is_counted(kind, remat):
     check_flops(kind, remat=remat)

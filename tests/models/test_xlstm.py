@@ -116,7 +116,12 @@ def test_what_is_kept_and_what_is_computed_again_changes_no_gradient():
         return jax.jit(jax.grad(loss))(variables)
 
     expected = gradient(model)
-    for changes in ({"remat": "dots"}, {"parallel": ParallelConfig(remat=["Block", "LMHead"])}, {"keep_logits": True}):
+    for changes in (
+        {"remat": "dots"},
+        {"remat": "norms"},
+        {"parallel": ParallelConfig(remat=["Block", "LMHead"])},
+        {"keep_logits": True},
+    ):
         assert_close(gradient(with_config(model, **changes)), expected)
 
 

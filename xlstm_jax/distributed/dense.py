@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.array_utils import axis_size, mean_gradient_over, slice_computed_whole
 from xlstm_jax.kernels.float8 import float8_products
+from xlstm_jax.kernels.keep import OPERAND, keep
 from xlstm_jax.kernels.products import products
 from xlstm_jax.utils.partitioned import is_partitioned, unboxed, with_names
 
@@ -171,7 +172,7 @@ class RowDense(SplitModule):
         size, dtype = axis_size(self.axis_name), jnp.dtype(self.dtype)
         shape = (x.shape[-1] * size, self.features)
         kernel = self.split_param("kernel", self.kernel_init, shape, self.param_dtype, 0, self.axis_name)
-        (y,) = _multiply(x.astype(dtype), (kernel,), (dtype,), float8=self.float8)
+        (y,) = _multiply(keep(x.astype(dtype), OPERAND), (kernel,), (dtype,), float8=self.float8)
         if size > 1:
             y = lax.psum(y, self.axis_name)
         if self.use_bias:

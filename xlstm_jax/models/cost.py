@@ -162,6 +162,8 @@ class _Part(NamedTuple):
     """The same if the results of products without batch dimensions are kept."""
     recomputed_dots: int = 0
     """The same if what the kernels of cells keep is kept too."""
+    recomputed_norms: int = 0
+    """The same if what the last products of branches multiply is kept too."""
 
 
 def _total(parts: Iterable[_Part]) -> _Part:
@@ -248,7 +250,8 @@ def _llama_block(config: LlamaConfig, length: int) -> _Part:
         [
             _vectors(dim, *[config.head_dim] * (2 if config.qk_norm else 0), dim),
             *(dense(dim, size) for size in (dim, kv_dim, kv_dim)),
-            _batched(2 * 2 * length**2 * dim)._replace(state_bytes=cache),
+            # Weights of attention are computed again for their own gradients; what they read may be kept.
+            _batched(2 * 2 * length**2 * dim)._replace(recomputed_norms=2 * length**2 * dim, state_bytes=cache),
             dense(dim, dim),
             _feed_forward(length, dim, config.ffn_hidden_dim, config.use_bias),
         ]
@@ -275,7 +278,11 @@ def _mlstm_cell(config: XLSTMConfig, length: int, qk_dim: int, v_dim: int) -> _P
         2 * config.num_heads * padded * forward,
         backward=2 * config.num_heads * padded * backward,
         needed=2 * config.num_heads * length * 2 * qk_dim * v_dim,
-    )._replace(recomputed_dots=0, state_bytes=STATE_ITEMSIZE * config.num_heads * (qk_dim * v_dim + qk_dim + 1))
+    )._replace(
+        recomputed_dots=0,
+        recomputed_norms=0,
+        state_bytes=STATE_ITEMSIZE * config.num_heads * (qk_dim * v_dim + qk_dim + 1),
+    )
 
 
 def _mlstm_products(chunk_size: int, qk_dim: int, v_dim: int) -> tuple[int, int]:
@@ -302,7 +309,7 @@ def _slstm_cell(length: int, dim: int, head_dim: int) -> _Part:
     """The backward pass has three products: pre-activations again, the hidden state's gradient and the kernel's."""
     recurrent = 4 * dim * head_dim
     return _batched(2 * length * recurrent, backward=3 * 2 * length * recurrent)._replace(
-        recomputed_dots=0, parameters=recurrent, state_bytes=4 * dim * STATE_ITEMSIZE
+        recomputed_dots=0, recomputed_norms=0, parameters=recurrent, state_bytes=4 * dim * STATE_ITEMSIZE
     )
 
 
@@ -340,6 +347,7 @@ def _batched(forward: int, *, backward: int | None = None, needed: int | None = 
         recomputed_full=forward,
         recomputed_offload=forward,
         recomputed_dots=forward,
+        recomputed_norms=forward,
     )
 
 

@@ -162,7 +162,9 @@ def test_unrolled_blocks_equal_scanned_ones():
         assert_close(gradient, whole[int(index[1])] if index else whole)
 
 
-@pytest.mark.parametrize(("remat", "scan_blocks"), [("full", True), ("dots", False), ("offload", True)])
+@pytest.mark.parametrize(
+    ("remat", "scan_blocks"), [("full", True), ("dots", False), ("norms", True), ("offload", True)]
+)
 def test_gradients_do_not_depend_on_what_is_computed_again(remat, scan_blocks):
     plain, params = build(scan_blocks=scan_blocks)
     model, _ = build(scan_blocks=scan_blocks, remat=remat)
