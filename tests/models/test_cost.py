@@ -101,6 +101,10 @@ def test_what_is_moved_to_the_host_or_computed_again_by_name_is_counted(changes)
     check_flops("mixed", **changes)
 
 
+def test_kept_logits_are_computed_again_with_the_head():
+    check_flops("kept logits", parallel=ParallelConfig(remat=["LMHead"]))
+
+
 @pytest.mark.parametrize(("name", "remat"), [*((kind, "full") for kind in KINDS), ("mlstm", "none"), ("mixed", "dots")])
 def test_unrolled_blocks_count_as_scanned_ones(name, remat):
     check_flops(name, remat=remat, scan_blocks=False)

@@ -8,7 +8,6 @@ from jax.ad_checkpoint import checkpoint_name
 KEPT = "kept by a kernel"
 SMALL = "small, and much work to compute"
 """What is kept even where all else is computed again."""
-
 OPERAND = "operand of the last product of a branch"
 
 Tree = TypeVar("Tree")

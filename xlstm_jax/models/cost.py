@@ -98,7 +98,7 @@ def model_cost(config: XLSTMConfig | LlamaConfig, *, sequence_length: int, batch
             model=3 * (batch_size * blocks.needed + head.needed),
             forward=batch_size * blocks.forward + head.forward,
             backward=batch_size * blocks.backward + head.backward,
-            recomputed=batch_size * _recomputed(config, blocks) + (0 if config.keep_logits else head.forward),
+            recomputed=batch_size * _recomputed(config, blocks) + head.recomputed_full,
         ),
     )
 
@@ -176,7 +176,8 @@ def _recomputed(config: XLSTMConfig | LlamaConfig, blocks: _Part) -> int:
 
 
 def _embedding_and_head(config: XLSTMConfig | LlamaConfig, num_tokens: int) -> _Part:
-    """The loss pads the tokens of a batch to whole chunks."""
+    """The loss pads the tokens of a batch to whole chunks; kept logits are lost where the head is computed again."""
+    keeps_logits = config.keep_logits and "LMHead" not in config.parallel.remat
     padded = num_tokens + -num_tokens % min(config.loss_chunk_size, num_tokens)
     table = config.vocab_size * config.embedding_dim
     return _Part(
@@ -184,6 +185,7 @@ def _embedding_and_head(config: XLSTMConfig | LlamaConfig, num_tokens: int) -> _
         needed=2 * num_tokens * table,
         forward=2 * padded * table,
         backward=4 * padded * table,
+        recomputed_full=0 if keeps_logits else 2 * padded * table,
     )
 
 
