@@ -185,6 +185,27 @@ def test_long_chunks_are_right_where_shared_memory_is_plenty_and_where_it_is_sho
     assert_small(simulated(spec, Tiling(64, 128, chunk_size=256), **options), exact(spec, **options))
 
 
+@needs_mosaic
+@pytest.mark.parametrize("with_state", [False, True])
+def test_gradients_do_not_depend_on_whether_the_last_state_is_returned(with_state):
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
+
+    spec = ArgSpec(1, 256, 1, 64, 64, igate_mean=0.0, fgate_mean=8.0)
+    (*qkv, igate, fgate), state, _, weights, _ = drawn(spec, with_state=with_state)
+    interpret = None if hopper_problem() is None else plgpu.InterpretGPUParams()
+
+    def gradients(return_state):
+        def total(qkv, gates, state):
+            options = state, None, Tiling(64, 64, 128), 1e-6, interpret, return_state
+            return jnp.sum(mlstm_mosaic(*qkv, *gates, *options)[0] * weights)
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(qkv, (igate, jax.nn.log_sigmoid(fgate)), state)
+
+    jax.tree.map(np.testing.assert_array_equal, gradients(True), gradients(False))
+
+
 def test_few_heads_cut_their_sequences_until_a_gpu_is_full():
     tiling = choose_tiling(256, 512, 65536)
     assert num_segments(64, tiling, 256) == 1

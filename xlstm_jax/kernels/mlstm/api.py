@@ -72,7 +72,7 @@ def mlstm(
         state = materialize(_cast(state, dtype))
     elif form != "mosaic":  # whose kernels begin with zeros by themselves
         state = materialize(empty_state(b, h, qk_dim, v.shape[-1], dtype))
-    hidden, last = _implementation(form, chunk_size, eps)(q, k, v, log_input, log_forget, state, resets)
+    hidden, last = _implementation(form, chunk_size, eps, return_state)(q, k, v, log_input, log_forget, state, resets)
     return (hidden, last) if return_state else hidden
 
 
@@ -152,7 +152,9 @@ def resolve_backend(backend: Backend, dtype: DTypeLike = jnp.bfloat16, qk_dim: i
     return backend
 
 
-def _implementation(form: Form, chunk_size: int, eps: float) -> Callable[..., tuple[jax.Array, MLSTMState]]:
+def _implementation(
+    form: Form, chunk_size: int, eps: float, return_state: bool
+) -> Callable[..., tuple[jax.Array, Any]]:
     match form:
         case "reference":
             return functools.partial(reference.mlstm_reference, eps=eps)
@@ -161,7 +163,7 @@ def _implementation(form: Form, chunk_size: int, eps: float) -> Callable[..., tu
         case "chunkwise":
             return functools.partial(_chunkwise_of_any_length, chunk_size=chunk_size, eps=eps)
         case "mosaic":
-            return functools.partial(_mosaic_of_any_length, eps=eps)
+            return functools.partial(_mosaic_of_any_length, eps=eps, return_state=return_state)
 
 
 def _chunkwise_of_any_length(q, k, v, log_input, log_forget, state, resets, *, chunk_size, eps):
@@ -172,15 +174,15 @@ def _chunkwise_of_any_length(q, k, v, log_input, log_forget, state, resets, *, c
     return hidden[:, : q.shape[1]], last
 
 
-def _mosaic_of_any_length(q, k, v, log_input, log_forget, state, resets, *, eps):
+def _mosaic_of_any_length(q, k, v, log_input, log_forget, state, resets, *, eps, return_state):
     # Only here: it does not exist in the versions of JAX that other devices are content with.
     from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
 
     tiling = choose_tiling(q.shape[-1], v.shape[-1], q.shape[1])
     arrays = _padded(q, k, v, log_input, log_forget, resets, multiple=tiling.chunk_size)
     # Traced and lowered once for all layers of a model, which takes seconds.
-    run: Any = jax.jit(mlstm_mosaic, static_argnums=(7, 8, 9))
-    result = run(*arrays[:5], state, arrays[5], tiling, eps, None)
+    run: Any = jax.jit(mlstm_mosaic, static_argnums=(7, 8, 9, 10))
+    result = run(*arrays[:5], state, arrays[5], tiling, eps, None, return_state)
     hidden, last = result
     return hidden[:, : q.shape[1]], last
 

@@ -52,8 +52,19 @@ def chunk_gates(
     resets: Bool[Array, "b s"] | None,
     initial: Float[Array, "b h"],
     chunk_size: int,
+    *,
+    unroll_scans: bool = False,
 ) -> ChunkGates:
-    """Compute all factors of a sequence whose length is a multiple of `chunk_size`."""
+    """Compute all factors of a sequence.
+
+    Args:
+        log_input: The logarithms of the input gates.
+        log_forget: The logarithms of the forget gates.
+        resets: Where a document begins.
+        initial: The stabiliser before the first position.
+        chunk_size: The positions of a chunk, of which the length is a multiple.
+        unroll_scans: How running sums are computed, the option `unroll` of `scan`.
+    """
     log_input, log_forget = _chunked(log_input, chunk_size), _chunked(log_forget, chunk_size)
     mask = jnp.tril(jnp.ones((chunk_size, chunk_size), bool))[None, None, None]
     floor, document, reads_state, reaches_end = log_input, None, None, None
@@ -69,9 +80,9 @@ def chunk_gates(
     def only(condition: jax.Array | None, x: jax.Array, otherwise: float = 0.0) -> jax.Array:
         return x if condition is None else jnp.where(condition, x, otherwise)
 
-    cumulative = scan(log_forget, "sum")
+    cumulative = scan(log_forget, "sum", unroll=unroll_scans)
     kept = only(reads_state, cumulative, -jnp.inf)
-    before, stabilizer = _stabilizers(cumulative, floor, document, kept, initial)
+    before, stabilizer = _stabilizers(cumulative, floor, document, kept, initial, unroll_scans)
     left = kept + before[..., None] - stabilizer
     right = cumulative[..., -1:] - cumulative + log_input - stabilizer[..., -1:]
     from_state, to_state = jnp.exp(left), only(reaches_end, jnp.exp(right))
@@ -79,16 +90,16 @@ def chunk_gates(
     return ChunkGates(row, column, mask, from_state, to_state, from_state[..., -1], stabilizer, document)
 
 
-def _stabilizers(cumulative, floor, document, kept, initial):
+def _stabilizers(cumulative, floor, document, kept, initial, unroll):
     """Compute the stabilisers before each chunk and of each position."""
     cumulative, floor, kept, initial = lax.stop_gradient((cumulative, floor, kept, initial))
-    within = cumulative + scan(floor - cumulative, "max", document)
+    within = cumulative + scan(floor - cumulative, "max", document, unroll=unroll)
     crossed = None if document is None else document[..., -1] == 0
-    before = _carried(initial, cumulative[..., -1], crossed, within[..., -1])
+    before = _carried(initial, cumulative[..., -1], crossed, within[..., -1], unroll)
     return before, jnp.maximum(before[..., None] + kept, within)
 
 
-def _carried(initial, decay, crossed, within):
+def _carried(initial, decay, crossed, within, unroll):
     """Compute `x[0] = initial` and `x[n + 1] = max(x[n] + decay[n], within[n])`, chunks that are not `crossed` cut off.
 
     Not in a loop, which costs a GPU more than everything else about the gates. The sum of decays between two chunks is
@@ -98,11 +109,11 @@ def _carried(initial, decay, crossed, within):
     def by_chunk(first: jax.Array, others: jax.Array) -> jax.Array:
         return jnp.moveaxis(jnp.concatenate([first[None], others[:-1]]), 0, -1)
 
-    decayed = scan(by_chunk(jnp.zeros_like(initial), decay), "sum")
+    decayed = scan(by_chunk(jnp.zeros_like(initial), decay), "sum", unroll=unroll)
     cuts = None
     if crossed is not None:
         cuts = jnp.cumsum(by_chunk(jnp.zeros_like(crossed[0], jnp.int32), ~crossed), axis=-1)
-    return jnp.moveaxis(decayed + scan(by_chunk(initial, within) - decayed, "max", cuts), -1, 0)
+    return jnp.moveaxis(decayed + scan(by_chunk(initial, within) - decayed, "max", cuts, unroll=unroll), -1, 0)
 
 
 def _chunked(x, chunk_size):

@@ -51,7 +51,7 @@ class _Rows(NamedTuple):
     """The number of a position's document within its chunk."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9, 10))
 def mlstm_mosaic(
     q: Float[Array, "b s h k"],
     k: Float[Array, "b s h k"],
@@ -63,7 +63,8 @@ def mlstm_mosaic(
     tiling: Tiling,
     eps: float,
     interpret: Any,
-) -> tuple[Float[Array, "b s h v"], MLSTMState]:
+    return_state: bool = True,
+) -> tuple[Float[Array, "b s h v"], MLSTMState | None]:
     """Compute all hidden states and the last state of a sequence whose length is a multiple of the chunk size.
 
     Args:
@@ -77,15 +78,16 @@ def mlstm_mosaic(
         tiling: The tiles.
         eps: Added to the denominator of the outputs.
         interpret: How to simulate a GPU on a CPU, or `None` to run on one.
+        return_state: Whether to return the last state; if not, there is less to do for the gradients.
     """
-    result, _ = _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpret)
+    result, _ = _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpret, return_state)
     return result
 
 
-def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpret):
+def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpret, return_state):
     b, s, h, qk_dim = q.shape
     initial = jnp.zeros((b, h), log_forget.dtype) if state is None else state.stabilizer
-    gates = chunk_gates(log_input, log_forget, resets, initial, tiling.chunk_size)
+    gates = chunk_gates(log_input, log_forget, resets, initial, tiling.chunk_size, unroll_scans=True)
     segments = num_segments(b * h, tiling, s // tiling.chunk_size)
     rows = keep(_rows(gates, segments))
     queries, keys, values = (_segmented(x, segments) for x in (q, k, v))
@@ -108,18 +110,18 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
         interpret=interpret,
     )
     hidden, denominators = keep((hidden.reshape(v.shape), denominators))
-    stabilizer = gates.stabilizer[-1, ..., -1]
-    last = MLSTMState(
-        _of_segment(memories.last, -1, segments), _of_segment(memories.last_normalizer, -1, segments), stabilizer
-    )
+    last = None
+    if return_state:
+        memory, normalizer = (_of_segment(x, -1, segments) for x in (memories.last, memories.last_normalizer))
+        last = MLSTMState(memory, normalizer, gates.stabilizer[-1, ..., -1])
     given = None if state is None else ()  # without an array in it, this is known when the program is traced
     return (hidden, last), (q, k, v, given, resets, rows, memories, hidden, denominators)
 
 
-def _backward(tiling, eps, interpret, residuals, cotangents):
+def _backward(tiling, eps, interpret, return_state, residuals, cotangents):
     q, k, v, given, resets, rows, memories, hidden, denominators = residuals
     dhidden, dlast = cotangents[0].astype(v.dtype), materialize(cotangents[1])
-    b, _, _, qk_dim = q.shape
+    b, _, h, qk_dim = q.shape
     segments, scale = rows.row.shape[0] // b, qk_dim**-0.5
     aligned = jnp.sum(hidden.astype(jnp.float32) * dhidden.astype(jnp.float32), axis=-1)
     # Behind a barrier: XLA would sum and transpose in one kernel, which takes ten times as long for long sequences.
@@ -136,7 +138,7 @@ def _backward(tiling, eps, interpret, residuals, cotangents):
         dhidden,
         from_memory,
         rows.keep,
-        dlast[:2],
+        dlast[:2] if return_state else None,
         from_memory * delta,
         tiling=tiling,
         segments=segments,
@@ -172,13 +174,15 @@ def _backward(tiling, eps, interpret, residuals, cotangents):
         tiling,
         interpret=interpret,
     )
-    leaving = jnp.sum(_of_segment(memories.last, -1, segments) * dlast.memory, axis=(-2, -1))
-    leaving = leaving + jnp.sum(_of_segment(memories.last_normalizer, -1, segments) * dlast.normalizer, axis=-1)
+    leaving = jnp.zeros((b, h), rows.row.dtype)
+    if return_state:
+        leaving = jnp.sum(_of_segment(memories.last, -1, segments) * dlast.memory, axis=(-2, -1))
+        leaving = leaving + jnp.sum(_of_segment(memories.last_normalizer, -1, segments) * dlast.normalizer, axis=-1)
     dlog_forget = _flow(_whole(q_dq - k_dk, b), leaving, resets, tiling.chunk_size)
     dstate = None
     if given is not None:
         first, first_normalizer = (_of_segment(x, 0, segments) for x in (dmemories.last, dmemories.last_normalizer))
-        dstate = MLSTMState(first, first_normalizer, jnp.zeros_like(dlast.stabilizer))
+        dstate = MLSTMState(first, first_normalizer, jnp.zeros((b, h), first.dtype))
     return (
         dq.reshape(q.shape),
         dk.reshape(k.shape),
@@ -280,10 +284,10 @@ def _flow(net_read, leaving, resets, chunk_size):
         documents = jnp.cumsum(resets.reshape(b, 1, -1, chunk_size), axis=-1, dtype=jnp.int32)
         first_documents = jnp.where(documents == 0, net_read, 0.0)
         cuts = jnp.cumsum(documents[..., -1] > 0, axis=-1, dtype=jnp.int32)
-    within = scan(net_read, "sum", documents, reverse=True)
+    within = scan(net_read, "sum", documents, reverse=True, unroll=True)
     # What leaves a chunk: the first documents of those after it, as far as no document begins before them.
     totals = jnp.concatenate([jnp.sum(first_documents, axis=-1)[..., 1:], leaving[..., None]], axis=-1)
-    leaves = scan(totals, "sum", cuts, reverse=True)[..., None]
+    leaves = scan(totals, "sum", cuts, reverse=True, unroll=True)[..., None]
     if documents is not None:
         leaves = jnp.where(documents == documents[..., -1:], leaves, 0.0)
     flow = jnp.swapaxes((within + leaves).reshape(b, h, s), 1, 2)
