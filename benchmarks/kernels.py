@@ -5,9 +5,11 @@
 
 All take turns in one run, on the same shapes, in bfloat16. A time is the median over groups of calls one after the
 other, on the host's clock; a group is so long that the launch of its first call hardly counts. `forward+backward`
-computes the gradients of all five inputs. The floor is what a GPU needs at least: each input read and each output
-written once at 4.3 TB/s, or the products of the chunkwise form (64 positions a chunk) at 790 TFLOP/s, whichever takes
-longer.
+computes the gradients of all five inputs. With `--calls 100`, our forms are called so often within one program, each
+time on inputs that the last results changed a little: what a small problem takes when no Python is in between.
+
+The floor is what a GPU needs at least: each input read and each output written once at 4.3 TB/s, or the products of the
+chunkwise form (64 positions a chunk) at 790 TFLOP/s, whichever takes longer.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from xlstm_jax.kernels.mlstm import mlstm
 from xlstm_jax.kernels.mlstm.api import Backend, mosaic_problem
@@ -92,10 +95,11 @@ def seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
 
 
 def time_ours(
-    shape: Shape, backend: Backend, *, chunk_size: int = 256, shows_kernels: bool = False
+    shape: Shape, backend: Backend, *, chunk_size: int = 256, calls: int = 1, shows_kernels: bool = False
 ) -> tuple[float, ...]:
     """Time one of our forms, forward and with its backward pass."""
     *inputs, dhidden = shape.inputs()
+    wait = jax.block_until_ready
 
     def forward(*inputs: jax.Array) -> Any:
         return mlstm(*inputs, backend=backend, chunk_size=chunk_size)
@@ -104,8 +108,20 @@ def time_ours(
         hidden, backward = jax.vjp(forward, *inputs)
         return hidden, backward(dhidden)
 
+    def forward_again(inputs: list[jax.Array]) -> list[jax.Array]:
+        return [*inputs[:3], inputs[3] + 1e-3 * forward(*inputs)[..., 0], inputs[4]]
+
+    def both_again(inputs: list[jax.Array]) -> list[jax.Array]:
+        _, gradients = both(dhidden, *inputs)
+        return [x - 1e-3 * dx for x, dx in zip(inputs, gradients, strict=True)]
+
+    def in_one_program(again: Callable[[list[jax.Array]], list[jax.Array]]) -> float:
+        run = jax.jit(lambda inputs: lax.fori_loop(0, calls, lambda _, inputs: again(inputs), inputs))
+        return seconds(lambda: run(inputs), wait) / calls
+
+    if calls > 1:
+        return in_one_program(forward_again), in_one_program(both_again)
     one, two = jax.jit(forward), jax.jit(both)
-    wait = jax.block_until_ready
     times = seconds(lambda: one(*inputs), wait), seconds(lambda: two(dhidden, *inputs), wait)
     if shows_kernels:
         print(kernel_table(kernel_times(lambda: two(dhidden, *inputs))), end="\n\n", flush=True)
@@ -155,15 +171,16 @@ def time_peer(shape: Shape, kernel: str) -> tuple[float, float]:
     return one, seconds(both, wait)
 
 
-def time_shape(shape: Shape, peers: list[str], chunk_sizes: list[int], shows_kernels: bool) -> Timed:
+def time_shape(shape: Shape, arguments: argparse.Namespace) -> Timed:
     """Time all that can run here."""
     timed: Timed = {}
+    peers, calls = arguments.peers, arguments.calls
     if problem := mosaic_problem(jnp.bfloat16, shape.qk_dim, shape.v_dim):
         print(f"Our kernels do not run: {problem}.")
     else:
-        timed["ours"] = time_ours(shape, "mosaic", shows_kernels=shows_kernels)
-    for chunk_size in chunk_sizes:
-        timed[f"plain XLA, chunks of {chunk_size}"] = time_ours(shape, "chunkwise", chunk_size=chunk_size)
+        timed["ours"] = time_ours(shape, "mosaic", calls=calls, shows_kernels=arguments.kernels)
+    for chunk_size in arguments.chunk_sizes:
+        timed[f"plain XLA, chunks of {chunk_size}"] = time_ours(shape, "chunkwise", chunk_size=chunk_size, calls=calls)
     if "mlstm-kernels" in peers:
         for kernel in ("xl_chunk", "xl_chunk_siging"):
             timed[f"mlstm-kernels {kernel}, chunks of 128"] = time_peer(shape, kernel)
@@ -181,6 +198,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="what our forward and backward pass spends its time on")
     parser.add_argument("--batch", type=int, help="another number of sequences")
     parser.add_argument("--length", type=int, help="another length")
+    parser.add_argument("--calls", type=int, default=1, help="calls of our forms within one program")
     arguments = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     for index in arguments.shapes:
@@ -188,7 +206,7 @@ def main() -> None:
         shape = dataclasses.replace(SHAPES[index], **{name: x for name, x in changes.items() if x is not None})
         floors = [shape.floor(backward=backward) for backward in (False, True)]
         print(f"{shape}, floor {1e3 * floors[0]:.2f} / {1e3 * floors[1]:.2f} ms\n")
-        timed = time_shape(shape, arguments.peers, arguments.chunk_sizes, arguments.kernels)
+        timed = time_shape(shape, arguments)
         print("| | forward ms | share of floor | forward+backward ms | share of floor | times ours |")
         print("|---|---|---|---|---|---|")
         ours = timed.get("ours")
