@@ -57,6 +57,13 @@ def test_candidates_are_compiled_in_the_order_of_their_cost_until_one_fits(needs
     assert "that fits into" in text_of(render_search(result, 7 * 10**6))
 
 
+def test_what_computes_less_again_is_tried_first(needs):
+    table, compiled = needs
+    table |= {("none", 1): 9 * 10**8, ("norms", 1): 8 * 10**8, ("dots", 1): 7 * 10**8, ("full", 1): 6 * 10**8}
+    search(make_setup(rows=1), 5 * 10**8, H100, model_sizes=(1,))
+    assert compiled == [("none", 1), ("norms", 1), ("dots", 1), ("full", 1)]
+
+
 def test_what_keeps_too_many_activations_is_not_compiled(needs):
     table, compiled = needs
     table |= {("full", 1): 10**6}

@@ -21,7 +21,7 @@ from xlstm_jax.trainer.planning.memory import (
 from xlstm_jax.trainer.planning.setup import Setup
 from xlstm_jax.trainer.planning.simulate import compiled_memory
 
-REMATS: tuple[RematPolicy, ...] = ("none", "dots", "full")
+REMATS: tuple[RematPolicy, ...] = ("none", "norms", "dots", "full")
 MODEL_SIZES = (1, 2, 4, 8)
 MAX_COMPILATIONS = 8
 
