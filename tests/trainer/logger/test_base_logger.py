@@ -166,6 +166,19 @@ def test_step_time_is_left_out_right_after_a_validation(monkeypatch):
     assert second["step_time"] == 3
 
 
+def test_step_time_does_not_count_what_came_before_the_timer_was_restarted(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    logger, recorder = make(every=3)
+    logger.start_epoch(1, 0)
+    for step, seconds in [(1, 60.0), (2, 1.0), (3, 2.0)]:
+        now[0] += seconds
+        if step == 1:
+            logger.restart_timer(step)
+        logger.log_step(metrics_of(1.0), step)
+    assert [row["step_time"] for *_, row in recorder.rows] == [1.5]
+
+
 def test_host_metrics_go_to_the_mode_that_is_asked_for():
     logger, recorder = make()
     logger.log_host_metrics({"num_params": 3}, 0, mode="model")

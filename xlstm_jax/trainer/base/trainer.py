@@ -453,6 +453,8 @@ class TrainerModule(Validation):
                 self.state, self.train_metrics = self.train_step(self.state, batch, self.train_metrics)
             self.first_step = False
             LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
+            jax.block_until_ready(self.train_metrics)
+            self.logger.restart_timer(self.global_step)
             return
         with jax.profiler.StepTraceAnnotation("train_step", step_num=self.global_step):
             self.state, self.train_metrics = self.train_step(self.state, batch, self.train_metrics)

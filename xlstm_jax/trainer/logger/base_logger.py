@@ -176,7 +176,7 @@ class Logger:
         """Log the metrics if it is time to.
 
         The mean seconds of a step since the last log are added as `step_time`, unless a validation came in between:
-        what belongs to it, such as a checkpoint, is no time of steps.
+        what belongs to it, such as a checkpoint, is no time of steps. Neither is what came before `restart_timer`.
 
         Args:
             metrics: The metrics that have accumulated on the device.
@@ -195,6 +195,10 @@ class Logger:
         self._check_for_nans(host_metrics, step)
         self.log_host_metrics(host_metrics, step)
         return metrics
+
+    def restart_timer(self, step: int) -> None:
+        """Measure the time of steps from now on, after `step` of them: that of the first was mostly compilation."""
+        self._last_log = (time.perf_counter(), step)
 
     def log_host_metrics(self, host_metrics: Mapping[str, Any], step: int, mode: str | None = None) -> None:
         """Log numbers that are on the host already, under the current mode unless another is given."""
