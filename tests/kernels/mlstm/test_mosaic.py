@@ -186,24 +186,37 @@ def test_long_chunks_are_right_where_shared_memory_is_plenty_and_where_it_is_sho
 
 
 @needs_mosaic
-@pytest.mark.parametrize("with_state", [False, True])
-def test_gradients_do_not_depend_on_whether_the_last_state_is_returned(with_state):
+@pytest.mark.parametrize(
+    ("length", "options", "changes"),
+    [
+        (256, {"with_state": False}, {}),
+        (256, {"with_state": True}, {}),
+        (128, {"with_state": False}, {}),  # a chunk that is alone has no memories if none are asked for
+        (128, {"with_state": False, "reset_rate": 0.02}, WIDE),
+    ],
+)
+def test_results_do_not_depend_on_whether_the_last_state_is_returned(length, options, changes, monkeypatch):
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
 
-    spec = ArgSpec(1, 256, 1, 64, 64, igate_mean=0.0, fgate_mean=8.0)
-    (*qkv, igate, fgate), state, _, weights, _ = drawn(spec, with_state=with_state)
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.mosaic.items.NUM_SMS", 1)  # one block has all pieces of work
+    for name, value in changes.items():
+        monkeypatch.setattr(Tiling, name, value)
+    spec = ArgSpec(1, length, 2, 64, 128, igate_mean=0.0, fgate_mean=8.0)
+    (*qkv, igate, fgate), state, resets, weights, _ = drawn(spec, **options)
     interpret = None if hopper_problem() is None else plgpu.InterpretGPUParams()
 
-    def gradients(return_state):
+    def results(return_state):
         def total(qkv, gates, state):
-            options = state, None, Tiling(64, 64, 128), 1e-6, interpret, return_state
-            return jnp.sum(mlstm_mosaic(*qkv, *gates, *options)[0] * weights)
+            options = state, resets, Tiling(64, 128, 128), 1e-6, interpret, return_state
+            hidden, _ = mlstm_mosaic(*qkv, *gates, *options)
+            return jnp.sum(hidden * weights), hidden
 
-        return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(qkv, (igate, jax.nn.log_sigmoid(fgate)), state)
+        run = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))
+        return run(qkv, (igate, jax.nn.log_sigmoid(fgate)), state)
 
-    jax.tree.map(np.testing.assert_array_equal, gradients(True), gradients(False))
+    jax.tree.map(np.testing.assert_array_equal, results(True), results(False))
 
 
 def test_few_heads_cut_their_sequences_until_a_gpu_is_full():

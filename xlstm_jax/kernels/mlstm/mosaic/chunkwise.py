@@ -91,27 +91,28 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
     segments = num_segments(b * h, tiling, s // tiling.chunk_size)
     rows = keep(_rows(gates, segments))
     queries, keys, values = (_segmented(x, segments) for x in (q, k, v))
-    run = functools.partial(_memories, tiling=tiling, segments=segments, interpret=interpret)
-    memories = keep(run(keys, values, rows.to_memory, rows.keep, None if state is None else state[:2]))
+    memories = None  # which a chunk that is alone neither reads nor writes
+    if state is not None or return_state or s > tiling.chunk_size:
+        run = functools.partial(_memories, tiling=tiling, segments=segments, interpret=interpret)
+        memories = keep(run(keys, values, rows.to_memory, rows.keep, None if state is None else state[:2]))
     scale = qk_dim**-0.5
     hidden, denominators = compute_outputs(
         queries,
         keys,
         values,
-        memories.chunks,
+        memories,
         rows.row + math.log2(scale),
         rows.column,
         rows.from_memory * scale,
         rows.documents,
         tiling,
-        normalizers=memories.normalizers,
         floor=rows.floor,
         eps=eps,
         interpret=interpret,
     )
     hidden, denominators = keep((hidden.reshape(v.shape), denominators))
     last = None
-    if return_state:
+    if return_state and memories is not None:
         memory, normalizer = (_of_segment(x, -1, segments) for x in (memories.last, memories.last_normalizer))
         last = MLSTMState(memory, normalizer, gates.stabilizer[-1, ..., -1])
     given = None if state is None else ()  # without an array in it, this is known when the program is traced
@@ -133,23 +134,25 @@ def _backward(tiling, eps, interpret, return_state, residuals, cotangents):
     from_memory = rows.from_memory * scale / divisor
 
     queries, keys, values, dhidden = (_segmented(x, segments) for x in (q, k, v, dhidden))
-    dmemories = _memories(
-        queries,
-        dhidden,
-        from_memory,
-        rows.keep,
-        dlast[:2] if return_state else None,
-        from_memory * delta,
-        tiling=tiling,
-        segments=segments,
-        interpret=interpret,
-        backwards=True,
-    )
+    dmemories = None
+    if memories is not None:
+        dmemories = _memories(
+            queries,
+            dhidden,
+            from_memory,
+            rows.keep,
+            dlast[:2] if return_state else None,
+            from_memory * delta,
+            tiling=tiling,
+            segments=segments,
+            interpret=interpret,
+            backwards=True,
+        )
     dv, _ = compute_outputs(
         keys,
         queries,
         dhidden,
-        dmemories.chunks,
+        dmemories,
         rows.column,
         reading,
         rows.to_memory,
@@ -175,12 +178,12 @@ def _backward(tiling, eps, interpret, return_state, residuals, cotangents):
         interpret=interpret,
     )
     leaving = jnp.zeros((b, h), rows.row.dtype)
-    if return_state:
+    if return_state and memories is not None:
         leaving = jnp.sum(_of_segment(memories.last, -1, segments) * dlast.memory, axis=(-2, -1))
         leaving = leaving + jnp.sum(_of_segment(memories.last_normalizer, -1, segments) * dlast.normalizer, axis=-1)
     dlog_forget = _flow(_whole(q_dq - k_dk, b), leaving, resets, tiling.chunk_size)
     dstate = None
-    if given is not None:
+    if given is not None and dmemories is not None:
         first, first_normalizer = (_of_segment(x, 0, segments) for x in (dmemories.last, dmemories.last_normalizer))
         dstate = MLSTMState(first, first_normalizer, jnp.zeros((b, h), first.dtype))
     return (

@@ -2,7 +2,8 @@
 
     o[t] = from_memory[t] q[t] memory + sum over the s of t's chunk of (q[t] . k[s]) exp2(row[t] + column[s]) v[s]
 
-over `s <= t`, or `s >= t` for the gradient. Without `v` the same sum is the denominator of the outputs.
+over `s <= t`, or `s >= t` for the gradient. Without `v` the same sum is the denominator of the outputs. A chunk that is
+alone reads no memory.
 """
 
 import functools
@@ -15,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float
 
 from xlstm_jax.kernels.mlstm.mosaic.items import Items
+from xlstm_jax.kernels.mlstm.mosaic.states import Memories
 from xlstm_jax.kernels.mlstm.mosaic.tiles import (
     add_products,
     by_row,
@@ -24,6 +26,7 @@ from xlstm_jax.kernels.mlstm.mosaic.tiles import (
     masked,
     product,
     unknown_zero,
+    zeros,
 )
 from xlstm_jax.kernels.mlstm.mosaic.tiling import ROWS, TILE, Tiling
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
@@ -37,33 +40,31 @@ def compute_outputs(
     q: Float[Array, "b s h k"],
     k: Float[Array, "b s h k"],
     v: Float[Array, "b s h v"],
-    memories: Float[Array, "b h n k v"],
+    memories: Memories | None,
     row: Float[Array, "b h s"],
     column: Float[Array, "b h s"],
     from_memory: Float[Array, "b h s"],
     documents: Float[Array, "b s"] | None,
     tiling: Tiling,
     *,
-    normalizers: Float[Array, "b h n k"] | None = None,
     floor: Float[Array, "b h s"] | None = None,
     eps: float = 0.0,
     later: bool = False,
     interpret: Any = None,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b h s"] | None]:
-    """Compute the outputs of all positions, and their denominators if there are normalisers to divide by.
+    """Compute the outputs of all positions, and their denominators if they are divided.
 
     Args:
         q: Queries, bfloat16.
         k: Keys, bfloat16.
         v: Values, bfloat16.
-        memories: The memory that each chunk reads.
+        memories: The memory that each chunk reads, or `None` if all are empty.
         row: The exponents of reading positions.
         column: The exponents of positions that are read.
         from_memory: What each position reads of its chunk's memory.
         documents: The number of each position's document within its chunk, if a chunk can have several.
         tiling: The tiles.
-        normalizers: The normaliser that each chunk reads.
-        floor: The least size of each denominator.
+        floor: The least size of each denominator, if outputs are divided.
         eps: Added to the size of each denominator.
         later: Whether positions read what comes after them, not what came before.
         interpret: How to simulate a GPU on a CPU.
@@ -72,9 +73,10 @@ def compute_outputs(
     v_dim, pieces, slots, stages = v.shape[-1], tiling.pieces, tiling.output_slots, tiling.output_stages
     block_width = pieces * width
     items = Items(h, s // tiling.chunk_size, v_dim // block_width, tiling, b)
-    memory_tiles = width // TILE * pieces
+    memory_tiles = 0 if memories is None else width // TILE * pieces
     tiles_per_step = 1 + pieces
-    divides = normalizers is not None
+    divides = floor is not None
+    reads_normalizers = divides and memories is not None
     staging_tiles = 2 * pieces  # from which the outputs leave, at the end of a piece of work
 
     def body(r: SimpleNamespace) -> None:
@@ -100,14 +102,15 @@ def compute_outputs(
                 rows, own = item.rows(warpgroup), pl.ds(warpgroup * TILE, TILE)
                 stage = needs.take(turn) + unknown_zero(start)
                 queries = r.queries.at[stage, warpgroup]
-                exponent, read = (load_row(ref.at[stage, own]) for ref in (r.rows, r.reads))
+                exponent = load_row(r.rows.at[stage, own])
                 least = load_row(r.floors.at[stage, own]) if divides else None
                 document = None
                 if documents is not None:
                     document = load_row(r.chunk_documents.at[stage, pl.ds(item.part * ROWS + warpgroup * TILE, TILE)])
 
-                def from_memory(normalizer: Any, *sums: Any) -> tuple[jax.Array, ...]:
-                    if divides:
+                def from_memory(normalizer: Any, *sums: Any) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+                    read = load_row(r.reads.at[stage, own])
+                    if reads_normalizers:
                         plgpu.wgmma(normalizer, queries, r.normalizer.at[stage].transpose((1, 0)))
                     for n in range(memory_tiles):
                         slot = ring.take(start + n)
@@ -120,14 +123,19 @@ def compute_outputs(
                             ring.give_back(start + n - 1)
                     results = tuple(x[...] for x in sums)
                     ring.give_back(start + memory_tiles - 1)
-                    return normalizer[...].sum(axis=1) * read if divides else read, *results
+                    denominator = normalizer[...].sum(axis=1) * read if divides else None
+                    return tuple(x * by_row(read, width) for x in results), denominator
 
-                denominator, *sums = pl.run_scoped(
-                    from_memory,
-                    plgpu.ACC((TILE, NORMALIZER_ROWS), jnp.float32),
-                    *[plgpu.ACC((TILE, width), jnp.float32)] * pieces,
-                )
-                sums = tuple(x * by_row(read, width) for x in sums)
+                if memories is None:
+                    if stages > 1:
+                        pl.when(turn > 0)(lambda: let_outputs_leave(start))
+                    sums, denominator = (zeros(TILE, width),) * pieces, zeros(TILE) if divides else None
+                else:
+                    sums, denominator = pl.run_scoped(
+                        from_memory,
+                        plgpu.ACC((TILE, NORMALIZER_ROWS), jnp.float32),
+                        *[plgpu.ACC((TILE, width), jnp.float32)] * pieces,
+                    )
 
                 clear = items.clear_tiles(item.part, warpgroup, later=later)
 
@@ -212,9 +220,11 @@ def compute_outputs(
                     (r.q.at[item.batch, item.rows(w), item.head], r.queries, w) for w in range(2)
                 ]
                 if divides:
-                    copies.append((r.normalizers.at[item.batch, item.head, item.chunk], r.normalizer))
                     copies.append((r.floor.at[item.batch, item.head, mine], r.floors))
-                copies.append((r.from_memory.at[item.batch, item.head, mine], r.reads))
+                if reads_normalizers:
+                    copies.append((r.normalizers.at[item.batch, item.head, item.chunk], r.normalizer))
+                if memories is not None:
+                    copies.append((r.from_memory.at[item.batch, item.head, mine], r.reads))
                 copies.append((r.row.at[item.batch, item.head, mine], r.rows))
                 copies.append((r.column.at[item.batch, item.head, chunk], r.columns))
                 if documents is not None:
@@ -249,15 +259,17 @@ def compute_outputs(
         "queries": plgpu.SMEM((stages, 2, TILE, width), jnp.bfloat16, transforms=TILED),
         "tiles": plgpu.SMEM((slots, TILE, width), jnp.bfloat16, transforms=TILED),
         "rows": by_rows,
-        "reads": by_rows,
         "columns": by_columns,
     }
     if divides:
-        scratch["normalizer"] = plgpu.SMEM((stages, NORMALIZER_ROWS, width), jnp.bfloat16, transforms=TILED)
         scratch["floors"] = by_rows
+    if reads_normalizers:
+        scratch["normalizer"] = plgpu.SMEM((stages, NORMALIZER_ROWS, width), jnp.bfloat16, transforms=TILED)
+    if memories is not None:
+        scratch["reads"] = by_rows
     if documents is not None:
         scratch["chunk_documents"] = by_columns
-    copies = 5 + 2 * divides + (documents is not None)
+    copies = 4 + divides + reads_normalizers + (memories is not None) + (documents is not None)
     scratch |= ring_barriers(stages, 2, copies, ("ready", "free"))
     body.__name__ = "mlstm_value_gradients" if later else "mlstm_outputs"
     results = launch(
@@ -266,12 +278,12 @@ def compute_outputs(
             "q": q,
             "k": k,
             "v": v,
-            "memories": memories,
+            "memories": memories and memories.chunks,
             "row": row,
             "column": column,
-            "from_memory": from_memory,
+            "from_memory": from_memory if memories else None,
             "documents": documents,
-            "normalizers": None if normalizers is None else _as_operand(normalizers),
+            "normalizers": _as_operand(memories.normalizers) if divides and memories else None,
             "floor": floor,
         },
         outputs={

@@ -32,6 +32,7 @@ from xlstm_jax.kernels.mlstm.mosaic.tiles import (
     masked,
     product,
     unknown_zero,
+    zeros,
 )
 from xlstm_jax.kernels.mlstm.mosaic.tiling import ROWS, TILE, Tiling
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
@@ -70,8 +71,8 @@ def compute_pair_gradients(
     k: Float[Array, "b s h k"],
     v: Float[Array, "b s h v"],
     dh: Float[Array, "b s h v"],
-    before: Memories,
-    dafter: Memories,
+    before: Memories | None,
+    dafter: Memories | None,
     reading: Float[Array, "b h s"],
     written: Float[Array, "b h s"],
     from_memory: Float[Array, "b h s"],
@@ -89,7 +90,7 @@ def compute_pair_gradients(
         k: Keys.
         v: Values.
         dh: The gradients of the outputs.
-        before: The memories before each chunk.
+        before: The memories before each chunk; `None` if all are empty, as are then the next.
         dafter: The gradients of the memories after each chunk.
         reading: The exponents of positions as they read, their divisors included.
         written: The exponents of positions as they are read.
@@ -104,7 +105,8 @@ def compute_pair_gradients(
     v_dim, slots, stages = v.shape[-1], tiling.pair_slots, tiling.pair_stages
     items = Items(h, s // tiling.chunk_size, 2, tiling, b)
     halves = v_dim // width  # of rows of `a` and `b`, which are as wide as values
-    memory_tiles, tiles_per_step = v_dim // TILE, halves + 1
+    reads_memories = before is not None
+    memory_tiles, tiles_per_step = v_dim // TILE * reads_memories, halves + 1
 
     def body(r: SimpleNamespace) -> None:
         ring, needs = Ring(slots, r.full, r.empty), Ring(stages, r.ready, r.free)
@@ -148,7 +150,8 @@ def compute_pair_gradients(
                 stage = needs.slot(turn) + unknown_zero(start)
                 if tiling.pair_vectors_fit:
                     needs.take(turn)
-                exponent, read = per_row("rows", kind.row), per_row("reads", kind.from_memory)
+                exponent = per_row("rows", kind.row)
+                read = per_row("reads", kind.from_memory) if reads_memories else None
                 document = None
                 if documents is not None:
                     if tiling.pair_vectors_fit:
@@ -181,11 +184,18 @@ def compute_pair_gradients(
                     ring.give_back(start + memory_tiles - 1)
                     return result, normalizer
 
-                total, normalizer = pl.run_scoped(from_memory, plgpu.ACC((TILE, width), jnp.float32))
-                normalizer = by_column(normalizer)
-                if row_delta is not None:
-                    normalizer = normalizer * by_row(row_delta, width)
-                total = (total + normalizer) * by_row(read, width)
+                if read is None:
+                    if halves > 1:
+                        plgpu.barrier_wait(r.rest_ready.at[stage])
+                    if stages > 1:
+                        pl.when(turn > 0)(lambda: let_gradients_leave(start))
+                    total = zeros(TILE, width)
+                else:
+                    total, normalizer = pl.run_scoped(from_memory, plgpu.ACC((TILE, width), jnp.float32))
+                    normalizer = by_column(normalizer)
+                    if row_delta is not None:
+                        normalizer = normalizer * by_row(row_delta, width)
+                    total = (total + normalizer) * by_row(read, width)
 
                 clear = items.clear_tiles(item.part, warpgroup, later=later)
 
@@ -271,8 +281,9 @@ def compute_pair_gradients(
                 copies.append((kind.column.at[item.batch, item.head, chunk], r.columns))
                 if tiling.pair_vectors_fit:
                     copies.append((kind.row.at[item.batch, item.head, mine], r.rows))
-                    copies.append((kind.from_memory.at[item.batch, item.head, mine], r.reads))
-                    copies.append((kind.normalizers.at[item.batch, item.head, item.chunk], r.normalizer))
+                    if reads_memories:
+                        copies.append((kind.from_memory.at[item.batch, item.head, mine], r.reads))
+                        copies.append((kind.normalizers.at[item.batch, item.head, item.chunk], r.normalizer))
                     if documents is not None:
                         copies.append((r.documents.at[item.batch, chunk], r.chunk_documents))
                 needs.fill(turn, *copies)
@@ -318,9 +329,11 @@ def compute_pair_gradients(
         scratch["rest_ready"] = plgpu.Barrier(num_arrivals=2 * (halves - 1), num_barriers=stages)
     copies = 4
     if tiling.pair_vectors_fit:
-        copies += 3 + (documents is not None)
-        scratch["rows"] = scratch["reads"] = plgpu.SMEM((stages, ROWS), jnp.float32)
-        scratch["normalizer"] = plgpu.SMEM((stages, width), jnp.float32)
+        copies += 1 + 2 * reads_memories + (documents is not None)
+        scratch["rows"] = plgpu.SMEM((stages, ROWS), jnp.float32)
+        if reads_memories:
+            scratch["reads"] = plgpu.SMEM((stages, ROWS), jnp.float32)
+            scratch["normalizer"] = plgpu.SMEM((stages, width), jnp.float32)
         if documents is not None:
             scratch["chunk_documents"] = by_columns
     scratch |= ring_barriers(stages, 2, copies, ("ready", "free"))
@@ -333,14 +346,14 @@ def compute_pair_gradients(
             "k": k,
             "v": v,
             "dh": dh,
-            "memories": before.chunks,
-            "normalizers": before.normalizers,
-            "dmemories": dafter.chunks,
-            "dnormalizers": dafter.normalizers,
+            "memories": before and before.chunks,
+            "normalizers": before and before.normalizers,
+            "dmemories": dafter and dafter.chunks,
+            "dnormalizers": dafter and dafter.normalizers,
             "reading": reading,
             "written": written,
-            "from_memory": from_memory,
-            "to_memory": to_memory,
+            "from_memory": from_memory if reads_memories else None,
+            "to_memory": to_memory if reads_memories else None,
             "delta": delta,
             "documents": documents,
         },

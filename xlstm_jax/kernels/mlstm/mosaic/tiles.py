@@ -51,6 +51,11 @@ def unknown_zero(count: jax.Array) -> jax.Array:
     return lax.shift_right_logical(count, jnp.int32(30))
 
 
+def zeros(*shape: int) -> jax.Array:
+    """Return zeros where the numbers of an accumulator are, or those of its rows."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), MATRIX if len(shape) == 2 else ROW)
+
+
 def by_row(x: jax.Array, width: int) -> jax.Array:
     """Repeat a number for each row over the columns."""
     return lax.broadcast_in_dim(x, (TILE, width), [0])
@@ -101,7 +106,7 @@ def launch(
     num_warpgroups: int,
     interpret: Any,
 ) -> dict[str, jax.Array]:
-    """Run a kernel whose body finds its references by name. What is `None` is left out.
+    """Run a kernel whose body finds its references by name. What is `None` stays so.
 
     Args:
         body: The kernel.
@@ -112,12 +117,13 @@ def launch(
         num_warpgroups: Warpgroups of a block; the axis over them is `warpgroup`.
         interpret: How to simulate a GPU on a CPU, or `None` to run on one.
     """
+    absent = dict.fromkeys(name for name, x in (*inputs.items(), *outputs.items()) if x is None)
     inputs = {name: x for name, x in inputs.items() if x is not None}
     outputs = {name: x for name, x in outputs.items() if x is not None}
     names = [*inputs, *outputs, *scratch]
 
     def kernel(*refs: Any) -> None:
-        body(types.SimpleNamespace(**dict(zip(names, refs, strict=True))))
+        body(types.SimpleNamespace(**absent, **dict(zip(names, refs, strict=True))))
 
     kernel.__name__ = body.__name__
     results = plgpu.kernel(
