@@ -122,26 +122,31 @@ def assert_small(actual, expected, limit=1e-2):
 
 @needs_mosaic
 @pytest.mark.parametrize("dims", HEAD_DIMS)
-@pytest.mark.parametrize("documents", [False, True])
-def test_every_tiling_lowers_for_a_gpu(dims, documents):
+@pytest.mark.parametrize(
+    ("shape", "options", "return_state", "num_kernels"),
+    [
+        ((2, 1024, 40), {"reset_rate": 0.1}, True, 5),
+        ((1, 8192, 2), {"with_state": False}, True, 7),  # sequences are cut, and walked over twice, there and back
+        ((2, 256, 40), {"with_state": False}, False, 3),  # a chunk that is alone needs no walk
+    ],
+)
+def test_every_tiling_lowers_for_a_gpu(dims, shape, options, return_state, num_kernels):
     from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
 
-    spec = ArgSpec(2, 1024, 40, *dims)  # so many heads that sequences stay whole, or few, so that they are cut
-    spec = spec if documents else ArgSpec(1, 1024, 2, *dims)
+    spec = ArgSpec(*shape, *dims)
     tiling = choose_tiling(*dims, spec.length)
-    inputs, state, resets, dhidden, dlast = jax.eval_shape(
-        functools.partial(drawn, spec, with_state=documents, reset_rate=0.1 * documents)
-    )
+    inputs, state, resets, dhidden, dlast = jax.eval_shape(functools.partial(drawn, spec, **options))
 
     def run(q, k, v, igate, fgate, state, resets, dhidden, dlast):
         def forward(q, k, v, igate, fgate, state):
-            return mlstm_mosaic(q, k, v, igate, jax.nn.log_sigmoid(fgate), state, resets, tiling, 1e-6, None)
+            log_forget = jax.nn.log_sigmoid(fgate)
+            return mlstm_mosaic(q, k, v, igate, log_forget, state, resets, tiling, 1e-6, None, return_state)
 
         result, backward = jax.vjp(forward, q, k, v, igate, fgate, state)
-        return result, backward((dhidden, dlast))
+        return result, backward((dhidden, dlast if return_state else None))
 
     lowered = jax.jit(run).trace(*inputs, state, resets, dhidden, dlast).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("mosaic_gpu_v2") >= 5
+    assert lowered.as_text().count("mosaic_gpu_v2") == num_kernels
 
 
 @needs_mosaic
@@ -149,7 +154,7 @@ def test_every_tiling_lowers_for_a_gpu(dims, documents):
 @pytest.mark.parametrize(
     ("dims", "num_heads", "num_sms", "segments", "options"),
     [
-        ((64, 64), 1, 2, 2, {"reset_rate": 0.002}),  # the sequence is cut
+        ((64, 64), 1, 4, 4, {"reset_rate": 0.002}),  # the sequence is cut
         ((64, 64), 1, 1, 1, {"with_state": False}),  # one block does all of its work
         ((64, 128), 2, 3, 1, {"reset_rate": 0.01}),  # there is less work in the last turn
     ],
@@ -160,6 +165,7 @@ def test_simulated_kernels_compute_the_reference_and_all_its_gradients(
     spec = ArgSpec(1, 512, num_heads, *dims, igate_mean=4.0, fgate_mean=5.0)
     for module in ("items", "tiling"):
         monkeypatch.setattr(f"xlstm_jax.kernels.mlstm.mosaic.{module}.NUM_SMS", num_sms)
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.mosaic.tiling.SEGMENT_CHUNKS", 1)
     tiling = Tiling(*dims, chunk_size=128)
     assert num_segments(num_heads, tiling, spec.length // tiling.chunk_size) == segments
     actual = simulated(spec, tiling, **options)
@@ -224,7 +230,13 @@ def test_few_heads_cut_their_sequences_until_a_gpu_is_full():
     assert num_segments(64, tiling, 256) == 1
     assert num_segments(8, tiling, 256) == 4
     assert num_segments(1, tiling, 256) == 32
-    assert num_segments(1, tiling, 6) == 2  # a segment is made of whole chunks
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "dims", "num_chunks"), [(16, (256, 512), 256), (32, (128, 256), 32), (8, (256, 512), 16)]
+)
+def test_sequences_stay_whole_where_parts_would_not_be_faster(num_heads, dims, num_chunks):
+    assert num_segments(num_heads, choose_tiling(*dims, 8192), num_chunks) == 1
 
 
 def test_short_sequences_have_short_chunks():
@@ -250,6 +262,31 @@ def test_kernels_that_cannot_run_say_why(key):
 def test_auto_takes_the_kernels_where_there_is_one(arguments, form, monkeypatch):
     monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_problem", lambda: None)
     assert choose_backend(*arguments)[0] == form
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "form"),
+    [
+        ((1, 128, 8), {"return_state": True}, "chunkwise"),
+        ((1, 128, 8), {}, "mosaic"),
+        ((1, 128, 8), {"return_state": True, "backend": "mosaic"}, "mosaic"),
+        ((2, 256, 8), {"return_state": True}, "mosaic"),
+        ((1, 512, 2), {"return_state": True}, "mosaic"),
+    ],
+)
+def test_auto_takes_plain_jax_for_few_positions_and_a_state(shape, options, form, key, monkeypatch):
+    class ChosenError(Exception):
+        pass
+
+    def implementation(form, chunk_size, *_):
+        raise ChosenError(form, chunk_size)
+
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_problem", lambda: None)
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.api._implementation", implementation)
+    inputs = [x.astype(jnp.bfloat16) for x in ArgSpec(*shape, 64, 64).arguments(key)]
+    with pytest.raises(ChosenError) as chosen:
+        mlstm(*inputs, **options)
+    assert chosen.value.args == (form, shape[1] if form == "chunkwise" else 64)
 
 
 def test_kernels_compute_in_bfloat16_only():
@@ -294,11 +331,35 @@ def test_errors_are_those_of_plain_xla(dims, length, gates, documents, record_pr
 @needs_hopper
 @pytest.mark.parametrize(
     ("batch_size", "length", "num_heads", "dims"),
-    [(8, 2048, 16, (128, 256)), (4, 2048, 32, (64, 128)), (8, 2048, 8, (256, 512))],
+    [
+        (8, 2048, 16, (128, 256)),
+        (4, 2048, 32, (64, 128)),
+        (8, 2048, 8, (256, 512)),
+        (1, 8192, 8, (256, 512)),  # which is cut, as is the next
+        (2, 8192, 3, (64, 128)),
+    ],
 )
 def test_blocks_that_do_much_work_compute_what_plain_jax_does(batch_size, length, num_heads, dims):
     spec = ArgSpec(batch_size, length, num_heads, *dims, igate_mean=-3.0, fgate_mean=8.0)
     assert_small(computed(spec, "mosaic", with_state=False), computed(spec, "chunkwise", with_state=False))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("length", [77, 256])
+def test_a_chunk_without_memories_gives_the_bits_of_one_with_empty_memories(dims, length):
+    spec = ArgSpec(40, length, 8, *dims, igate_mean=-3.0, fgate_mean=8.0)
+    inputs, _, resets, dhidden, _ = drawn(spec, with_state=False, reset_rate=0.02)
+
+    def results(return_state):
+        def hidden(*inputs):
+            result = mlstm(*inputs, resets=resets, backend="mosaic", return_state=return_state)
+            return result[0] if return_state else result
+
+        hidden, backward = jax.vjp(jax.jit(hidden), *inputs)
+        return hidden, backward(dhidden)
+
+    jax.tree.map(np.testing.assert_array_equal, results(True), results(False))
 
 
 @needs_hopper

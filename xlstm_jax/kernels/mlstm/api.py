@@ -16,11 +16,14 @@ from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm import reference
 from xlstm_jax.kernels.mlstm.chunkwise import mlstm_chunkwise
 from xlstm_jax.kernels.mlstm.gates import InputGate, log_input_gate
-from xlstm_jax.kernels.mlstm.mosaic.tiling import choose_tiling, tiling_problem
+from xlstm_jax.kernels.mlstm.mosaic.tiling import CHUNK_SIZES, choose_tiling, tiling_problem
 from xlstm_jax.kernels.mlstm.parallel import mlstm_parallel
 from xlstm_jax.kernels.mlstm.state import MLSTMState, empty_state, state_dtype
 
 LOGGER = logging.getLogger(__name__)
+
+FEW_POSITIONS = 2048
+"""Positions of all heads up to which the launches of kernels that carry a state take longer than plain JAX."""
 
 Form = Literal["reference", "parallel", "chunkwise", "mosaic"]
 Backend = Literal["auto", "reference", "parallel", "chunkwise", "mosaic"]
@@ -55,7 +58,7 @@ def mlstm(
         chunk_size: Positions that the chunkwise form in plain JAX treats at once. It changes speed and memory, not
             results; the kernels for GPUs choose for themselves.
         backend: The form of the computation; `auto` picks the fastest for this device: on Hopper GPUs, for bfloat16 and
-            heads of the usual sizes, the kernels `mosaic`, elsewhere `chunkwise`.
+            heads of the usual sizes, the kernels `mosaic`, elsewhere and for short prompts `chunkwise`.
         input_gate: The activation of the input gates.
         eps: Added to the denominator of the outputs, in units of the stabiliser.
 
@@ -66,8 +69,12 @@ def mlstm(
     dtype = state_dtype(v)
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
-    b, _, h, qk_dim = q.shape
+    b, s, h, qk_dim = q.shape
     form = resolve_backend(backend, v.dtype, qk_dim, v.shape[-1])
+    carries_state = state is not None or return_state
+    if backend == "auto" and form == "mosaic" and carries_state and _is_small(b, s, h):
+        say_once(LOGGER, "mLSTM, for a few positions and a state: the chunkwise form in plain JAX.")
+        form, chunk_size = "chunkwise", s
     if state is not None:
         state = materialize(_cast(state, dtype))
     elif form != "mosaic":  # whose kernels begin with zeros by themselves
@@ -110,6 +117,10 @@ def mlstm_step(
     q, k = q.astype(dtype), k.astype(dtype)
     hidden, state = reference.step(state, q, k, v.astype(dtype), log_input, log_forget, eps=eps)
     return hidden.astype(v.dtype), state
+
+
+def _is_small(b: int, s: int, h: int) -> bool:
+    return s <= CHUNK_SIZES[-1] and b * s * h <= FEW_POSITIONS
 
 
 def _cast(state: MLSTMState, dtype: jnp.dtype) -> MLSTMState:

@@ -17,6 +17,11 @@ SHARED_NUMBERS_OF_FEW_VECTORS = 112 * 1024
 HEAD_DIMS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))
 """The sizes of queries and keys, and of values, that there are kernels for."""
 CHUNK_SIZES = (128, 256)
+SEGMENT_CHUNKS, FEWEST_SEGMENTS = 8, 4
+"""Chunks of the shortest part of a sequence that is treated as one of its own, and the least number of such parts: they
+are walked over twice, side by side, so two take as long as the whole."""
+CUT_WIDTH = 8 * (256 + 512)
+"""Columns of keys and values of all heads up to which sequences are cut; to read more of them twice takes too long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +122,11 @@ def num_segments(num_heads: int, tiling: Tiling, num_chunks: int) -> int:
         tiling: The tiles.
         num_chunks: Chunks of a sequence.
     """
+    if num_heads * (tiling.qk_dim + tiling.v_dim) > CUT_WIDTH:
+        return 1
     states = tiling.states
     blocks = num_heads * (tiling.qk_dim // states.rows) * (tiling.v_dim // states.columns)
     segments = 1
-    while blocks * segments * 2 <= NUM_SMS and num_chunks % (segments * 2) == 0:
+    while blocks * segments * 2 <= NUM_SMS and num_chunks % (SEGMENT_CHUNKS * segments * 2) == 0:
         segments *= 2
-    return segments
+    return segments if segments >= FEWEST_SEGMENTS else 1
