@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from xlstm_jax.kernels.mlstm.mosaic.tiles import launch, load_column
+from xlstm_jax.kernels.mlstm.mosaic.tiles import launch, load_column, zeros
 from xlstm_jax.kernels.mlstm.mosaic.tiling import TILE, Tiling
 from xlstm_jax.kernels.mosaic_gpu import pl, plgpu
 from xlstm_jax.kernels.mosaic_ring import MATRIX, ROW, TILED, Ring, cooperate, ring_barriers
@@ -135,8 +135,7 @@ def compute_memories(
                 return *add_chunk(step * per_chunk, memory, normalizer), kept
 
             if first is None:
-                memory = plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), MATRIX)
-                normalizer = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROW)
+                memory, normalizer = zeros(TILE, width), zeros(TILE)
             else:
                 memory = plgpu.load(r.first.at[batch, head, rows, columns], layout=MATRIX, optimized=False)
                 normalizer = plgpu.load(r.first_normalizer.at[batch, head, rows], layout=ROW, optimized=False)
