@@ -63,6 +63,27 @@ def test_prefill_and_decoding_give_the_logits_of_the_full_pass(kind):
     assert_close(jnp.concatenate(steps, axis=1), apply(variables, TOKENS))
 
 
+@of_kinds
+def test_an_empty_state_gives_the_logits_of_none(kind):
+    model, variables, apply = ready(kind)
+    logits, _ = apply(variables, TOKENS, state=model.init_state(TOKENS.shape[0]), return_state=True)
+    assert_close(logits, apply(variables, TOKENS))
+
+
+@pytest.mark.parametrize("return_state", [False, True])
+def test_no_cell_has_a_state_that_nobody_asks_for(return_state, monkeypatch):
+    model, variables, _ = ready("mixed")
+    asked = []
+
+    def recorded(*inputs, **options):
+        asked.append((options["state"], options["return_state"]))
+        return mlstm(*inputs, **options)
+
+    monkeypatch.setattr("xlstm_jax.models.xlstm.mlstm.mlstm", recorded)
+    jax.eval_shape(functools.partial(model.apply, return_state=return_state), variables, TOKENS)
+    assert asked == [(None, return_state)] * 2
+
+
 def test_the_last_logits_alone_are_those_of_the_full_pass():
     model, variables, apply = ready("mlstm")
     last = jax.jit(functools.partial(model.apply, last_only=True))(variables, TOKENS)

@@ -28,16 +28,14 @@ class TransformerBlock(nn.Module):
 
     Attributes:
         config: The config of the model.
-        keeps_state: Whether to make a cache where there was none.
     """
 
     config: LlamaConfig
-    keeps_state: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, state: KVCache | None, context: Context) -> tuple[jax.Array, KVCache | None]:
         """Return the outputs and the cache with these tokens in it."""
-        y, state = SelfAttentionBlock(self.config, self.keeps_state, name="attn")(x, state, context)
+        y, state = SelfAttentionBlock(self.config, name="attn")(x, state, context)
         x = x + y
         return x + FFNBlock(self.config, name="ffn")(x, context.train), state
 
@@ -47,11 +45,9 @@ class SelfAttentionBlock(nn.Module):
 
     Attributes:
         config: The config of the model.
-        keeps_state: Whether to make a cache where there was none.
     """
 
     config: LlamaConfig
-    keeps_state: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, state: KVCache | None, context: Context) -> tuple[jax.Array, KVCache | None]:
@@ -63,7 +59,7 @@ class SelfAttentionBlock(nn.Module):
         starts = _document_starts(x, state, context) if config.mask_across_document_boundaries else None
         if state is None:
             y = multihead_attention(q, k, v, starts, config.causal, backend=config.attention_backend)
-            if self.keeps_state:
+            if context.keeps_state:
                 state = append(init_cache(config, x.shape[0]), k, v, positions, starts)
         else:
             state = append(state, k, v, positions, starts)

@@ -70,14 +70,14 @@ class LlamaTransformer(nn.Module):
             x = nn.Dropout(config.dropout_rate, deterministic=not train)(x)
         stack = BlockStack(
             config.kinds,
-            lambda _: TransformerBlock(config, return_state, parent=None),
+            lambda _: TransformerBlock(config, parent=None),
             config.parallel,
             config.scan_blocks,
             config.remat,
             name="block_stack",
         )
         states = init_states(config.kinds, config.scan_blocks, lambda _: None) if state is None else state
-        x, states = stack(x, states, Context(document_borders, pos_idx, train))
+        x, states = stack(x, states, Context(document_borders, pos_idx, train, return_state))
         if state is not None:
             slots = _length(state)[:, None] + jnp.arange(idx.shape[1])
             x = jnp.where((slots < config.max_state_length)[..., None], x, jnp.nan)

@@ -50,6 +50,8 @@ class Context:
     """The position of each token in its document."""
     train: bool = False
     """Whether dropout is on."""
+    keeps_state: bool = False
+    """Whether the states after the last token are asked for."""
     block_index: jax.Array | int = 0
     """The block's place in the stack; initialisers may depend on it."""
 
@@ -78,11 +80,12 @@ class BlockStack(nn.Module):
 
         Args:
             x: The inputs of the first block.
-            states: The states of all blocks as the last call returned them, or as `init_states` made them.
+            states: The states of all blocks as the last call returned them, or as `init_states` made them; a state of
+                `None` is empty.
             context: What blocks are told.
 
         Returns:
-            The outputs of the last block, and the states of all blocks.
+            The outputs of the last block, and the states of all blocks, if they are asked for.
         """
         init_key = self.make_rng("params") if self.is_initializing() else None
         dropout_key = self.make_rng("dropout") if context.train and self.has_rng("dropout") else None

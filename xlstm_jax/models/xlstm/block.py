@@ -86,7 +86,7 @@ class Block(nn.Module):
             x, normed = norm(name="norm_ffn").with_skip(x)
             x = x + dropout(feed_forward(normed))
         sow_spread(self, block_output=x)
-        return x, state
+        return x, state if context.keeps_state else None
 
 
 def create_norm(config: XLSTMConfig, norm: str, name: str) -> RMSNorm | LayerNorm:

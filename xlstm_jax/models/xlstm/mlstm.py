@@ -30,7 +30,7 @@ class MLSTMLayer(nn.Module):
     config: XLSTMConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, state: MLSTMState | None, context: Context) -> tuple[jax.Array, MLSTMState]:
+    def __call__(self, x: jax.Array, state: MLSTMState | None, context: Context) -> tuple[jax.Array, MLSTMState | None]:
         """Return the outputs and the state after the last position."""
         config = self.config
         num_heads = config.num_heads // axis_size(config.parallel.model_axis_name)
@@ -114,7 +114,7 @@ def run_cell(
     fgate: jax.Array,
     state: MLSTMState | None,
     context: Context,
-) -> tuple[jax.Array, MLSTMState]:
+) -> tuple[jax.Array, MLSTMState | None]:
     """Run the mLSTM cell: one step for one token, a form for sequences otherwise."""
     if state is not None and q.shape[1] == 1 and context.document_borders is None:
         token = [x[:, 0] for x in (q, k, v, igate, fgate)]
@@ -129,14 +129,14 @@ def run_cell(
         igate,
         fgate,
         state=state,
-        return_state=True,
+        return_state=context.keeps_state,
         resets=context.document_borders,
         chunk_size=config.chunk_size,
         backend=config.mlstm_backend,
         input_gate=config.input_gate,
         eps=config.cell_eps,
     )
-    hidden, last = result
+    hidden, last = result if context.keeps_state else (result, None)
     return hidden, last
 
 

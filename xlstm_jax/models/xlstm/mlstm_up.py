@@ -24,7 +24,8 @@ class MLSTMUpState(NamedTuple):
     """What an `mlstm_up` block hands on: the last inputs of its convolution, and the memory of its cell."""
 
     conv: Float[Array, "b t c"]
-    cell: MLSTMState
+    cell: MLSTMState | None
+    """`None` if it is empty."""
 
 
 class MLSTMUpLayer(SplitModule):
@@ -41,7 +42,7 @@ class MLSTMUpLayer(SplitModule):
         """Return the outputs and the state after the last position."""
         config, axis_name = self.config, self.config.parallel.model_axis_name
         num_heads, param_dtype = config.num_heads // axis_size(axis_name), jnp.dtype(config.param_dtype)
-        state = init_mlstm_up_state(config, x.shape[0]) if state is None else state
+        state = init_mlstm_up_state(config, x.shape[0])._replace(cell=None) if state is None else state
         up_init, common = small_init(config.embedding_dim), common_arguments(config)
         wide = [ColumnDense(config.inner_dim, kernel_init=up_init, name=name, **common) for name in ("up", "gate")]
         inner, gate = apply_to_same(x, wide)

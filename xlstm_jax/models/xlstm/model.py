@@ -59,8 +59,10 @@ class XLSTM(nn.Module):
         config = self.config
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens has shape {tokens.shape}, but must be [batch, length] with at least one token.")
-        states = self.init_state(tokens.shape[0])
-        states = states if state is None else check_state(state, states)
+        if state is None:
+            states = init_states(config.kinds, config.scan_blocks, lambda _: None)
+        else:
+            states = check_state(state, jax.eval_shape(lambda: self.init_state(tokens.shape[0])))
         embedding = create_embedding(config)()
         x = embedding[tokens].astype(config.dtype)
         if config.embedding_dropout:
@@ -73,7 +75,7 @@ class XLSTM(nn.Module):
             config.remat,
             name="block_stack",
         )
-        x, states = stack(x, states, Context(document_borders, pos_idx, train))
+        x, states = stack(x, states, Context(document_borders, pos_idx, train, return_state))
         head = create_lm_head(config, functools.partial(create_norm, config, config.norm))
         result = head(x[:, -1:] if last_only else x, targets, embedding if config.tie_weights else None)
         return (result, states) if return_state else result
