@@ -13,6 +13,7 @@ import pytest
 from models.runs import shaken, tokens, with_config
 from tolerances import assert_close
 
+from xlstm_jax.kernels.keep import STREAM
 from xlstm_jax.kernels.mlstm import mlstm
 from xlstm_jax.models.configs import ModelConfig, ParallelConfig
 from xlstm_jax.models.shared.layout import to_canonical
@@ -144,6 +145,18 @@ def test_what_is_kept_and_what_is_computed_again_changes_no_gradient():
         {"keep_logits": True},
     ):
         assert_close(gradient(with_config(model, **changes)), expected)
+
+
+@pytest.mark.parametrize("remat", ["dots", "norms"])
+def test_the_residual_stream_is_kept_in_place_of_the_products_that_are_added(remat, capsys):
+    model, *_ = ready("mlstm")
+    model = with_config(model, remat=remat, scan_blocks=False)
+    variables = model.init(jax.random.key(0), TOKENS)
+    jax.ad_checkpoint.print_saved_residuals(lambda v: jnp.sum(model.apply(v, TOKENS)), variables)
+    printed = capsys.readouterr().out
+    projections = ("q", "k", "v", "ogate", "igate", "fgate", "gate", "up")  # but neither `out` nor `down`
+    assert printed.count("output of dot_general") == len(projections) * BASE.num_blocks
+    assert printed.count(STREAM) == 2 * BASE.num_blocks
 
 
 def test_the_loss_never_holds_all_logits():

@@ -1,4 +1,4 @@
-"""Names for what kernels keep for their backward pass: with them, rematerialisation can keep it too."""
+"""Names for what is kept for the backward pass: with them, rematerialisation can keep it too."""
 
 from typing import TypeVar
 
@@ -9,6 +9,8 @@ KEPT = "kept by a kernel"
 SMALL = "small, and much work to compute"
 """What is kept even where all else is computed again."""
 OPERAND = "operand of the last product of a branch"
+STREAM = "residual stream after a branch"
+"""Kept in place of the branch's last product, so that the sum is not computed again."""
 
 Tree = TypeVar("Tree")
 

@@ -21,6 +21,7 @@ from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import RMSNorm
 from xlstm_jax.models.shared.stack import Context
 from xlstm_jax.models.shared.statistics import sow_spread
+from xlstm_jax.models.shared.utils import add_branch
 
 
 class TransformerBlock(nn.Module):
@@ -36,8 +37,8 @@ class TransformerBlock(nn.Module):
     def __call__(self, x: jax.Array, state: KVCache | None, context: Context) -> tuple[jax.Array, KVCache | None]:
         """Return the outputs and the cache with these tokens in it."""
         y, state = SelfAttentionBlock(self.config, name="attn")(x, state, context)
-        x = x + y
-        return x + FFNBlock(self.config, name="ffn")(x, context.train), state
+        x = add_branch(x, y)
+        return add_branch(x, FFNBlock(self.config, name="ffn")(x, context.train)), state
 
 
 class SelfAttentionBlock(nn.Module):

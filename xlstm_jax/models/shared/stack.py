@@ -18,12 +18,12 @@ from jax.ad_checkpoint import checkpoint_policies
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import gather_params, shard_params
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
-from xlstm_jax.kernels.keep import KEPT, OPERAND
+from xlstm_jax.kernels.keep import KEPT, OPERAND, STREAM
 from xlstm_jax.utils.partitioned import is_partitioned, partition_names, unboxed, with_names
 
 RematPolicy = Literal["none", "norms", "dots", "full", "offload"]
-"""What is computed again: nothing; norms and sums; all but products and what kernels keep; everything; or all but
-products, which wait on the host."""
+"""What is computed again: nothing; norms; all but products, the residual stream and what kernels keep; everything; or
+all but products, which wait on the host."""
 
 
 def _products_and(*names: str) -> Callable:
@@ -34,8 +34,8 @@ def _products_and(*names: str) -> Callable:
 
 REMAT_POLICIES: dict[str, Callable] = {
     "full": checkpoint_policies.nothing_saveable,
-    "dots": _products_and(KEPT),
-    "norms": _products_and(KEPT, OPERAND),
+    "dots": _products_and(KEPT, STREAM),
+    "norms": _products_and(KEPT, STREAM, OPERAND),
     "offload": checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
 

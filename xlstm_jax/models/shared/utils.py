@@ -1,17 +1,18 @@
-"""Wrap modules for FSDP and rematerialisation, and cap logits."""
+"""Wrap modules for FSDP and rematerialisation, cap logits, add to a residual stream."""
 
 import functools
 from collections.abc import Callable
 
+import jax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_policies
 
 from xlstm_jax.distributed.data_parallel import shard_module_params
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
-from xlstm_jax.kernels.keep import SMALL
+from xlstm_jax.kernels.keep import SMALL, STREAM, keep
 from xlstm_jax.kernels.soft_cap import soft_cap_logits
 
-__all__ = ["prepare_module", "soft_cap_logits"]
+__all__ = ["add_branch", "prepare_module", "soft_cap_logits"]
 
 
 def prepare_module(
@@ -38,6 +39,16 @@ def prepare_module(
             grad_scatter_dtype=config.fsdp_grad_scatter_dtype,
         )
     return _remat(layer) if layer_name in config.remat else layer
+
+
+def add_branch(x: jax.Array, branch: jax.Array) -> jax.Array:
+    """Add the result of a branch to the residual stream, and keep the sum for the backward pass.
+
+    On GPUs, XLA adds to the stream within the branch's last product, if both are matrices of rows of features. To
+    arrays with more axes it adds in place, of a copy, as the stream is still needed.
+    """
+    rows = -1, x.shape[-1]
+    return keep((x.reshape(rows) + branch.reshape(rows)).reshape(x.shape), STREAM)
 
 
 def _remat(layer: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

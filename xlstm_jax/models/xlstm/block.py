@@ -14,6 +14,7 @@ from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import LayerNorm, RMSNorm
 from xlstm_jax.models.shared.stack import Context
 from xlstm_jax.models.shared.statistics import sow_spread
+from xlstm_jax.models.shared.utils import add_branch
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.models.xlstm.mlstm import MLSTMLayer, common_arguments, init_mlstm_state
 from xlstm_jax.models.xlstm.mlstm_up import MLSTMUpLayer, init_mlstm_up_state
@@ -74,7 +75,7 @@ class Block(nn.Module):
         layer = kind.layer(config, name=kind.layer_name)
         x, normed = norm(name=f"norm_{kind.layer_name}").with_skip(x)
         y, state = layer(normed, state, context)
-        x = x + dropout(y)
+        x = add_branch(x, dropout(y))
         if kind.ffn is not None:
             feed_forward = GatedFeedForward(
                 **kind.ffn(config),
@@ -84,7 +85,7 @@ class Block(nn.Module):
                 name="ffn",
             )
             x, normed = norm(name="norm_ffn").with_skip(x)
-            x = x + dropout(feed_forward(normed))
+            x = add_branch(x, dropout(feed_forward(normed)))
         sow_spread(self, block_output=x)
         return x, state if context.keeps_state else None
 
