@@ -2,7 +2,8 @@
 
 Models are trained and saved with separate kernels. For one token at a time it is the number of products that counts, so
 decoding may lay them side by side first: those of the layers `q`, `k` and `v` are then the kernel of a layer `q+k+v`.
-Those of a few outputs are transposed too, as a sum along the rows of a matrix is faster than one along short columns.
+Those of a few outputs are transposed too: for one token, a sum along the rows of a matrix is faster than one along its
+short columns.
 """
 
 from collections.abc import Mapping
@@ -12,43 +13,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.array_utils import axis_size
-from xlstm_jax.distributed.dense import ColumnDense, SplitModule, apply_to_same
+from xlstm_jax.distributed.dense import ColumnDense, apply_to_same
 
 GATES = ("igate", "fgate")
 GROUPS = ("q", "k", "v", "ogate"), GATES, ("gate", "up")
 """The layers of an `mlstm` block that share an input, in the order in which `project` gets them."""
 
 
-class TransposedDense(SplitModule):
-    """A `ColumnDense` whose kernel is stored as `[outputs, inputs]`.
+class TransposedDense(ColumnDense):
+    """A `ColumnDense` whose kernel is stored as `[outputs, inputs]`, for one token at a time; attributes as there."""
 
-    Attributes:
-        features: The number of output features over all devices.
-        axis_name: The mesh axis.
-        use_bias: Whether to add a bias.
-        dtype: Precision of the computation.
-        param_dtype: Precision of the parameters.
-    """
-
-    features: int
-    axis_name: str
-    use_bias: bool = False
-    dtype: DTypeLike = jnp.float32
-    param_dtype: DTypeLike = jnp.float32
-
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return this device's outputs for whole inputs."""
+        if x.shape[-2] > 1:
+            return super().__call__(x)
+        kernel, bias = self.own_params(x.shape[-1])
+        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        return y if bias is None else y + bias.astype(self.dtype)
 
-        def param(name: str, shape: tuple[int, ...]) -> jax.Array:
-            zeros = nn.initializers.zeros
-            return self.split_param(name, zeros, shape, self.param_dtype, 0, self.axis_name).astype(self.dtype)
+    @nn.compact
+    def own_params(self, num_inputs: int) -> tuple[jax.Array, jax.Array | None]:
+        """Return this device's part of the kernel, and of the bias if there is one."""
 
-        y = x.astype(self.dtype) @ param("kernel", (self.features, x.shape[-1])).T
-        return y + param("bias", (self.features,)) if self.use_bias else y
+        def own(name: str, shape: tuple[int, ...]) -> jax.Array:
+            return self.split_param(name, nn.initializers.zeros, shape, self.param_dtype, 0, self.axis_name)
+
+        return own("kernel", (self.features, num_inputs)).T, own("bias", (self.features,)) if self.use_bias else None
 
 
 def project(module: nn.Module, x: jax.Array, layers: Mapping[str, Mapping[str, Any]], **common: Any) -> list[jax.Array]:
