@@ -101,10 +101,10 @@ def test_greedy_tokens_are_those_of_the_full_pass(name, masked):
 def test_logits_of_a_prompt_are_held_for_its_last_position_alone(name):
     model = with_config(MODELS[name], vocab_size=19)  # a size that nothing else has
     params = jax.eval_shape(model.init, jax.random.key(0), PREFIXES)["params"]
+    state = train_state(name).replace(apply_fn=model.apply)
 
     def program(params, prefix):
-        state = train_state(name).replace(apply_fn=model.apply, params=params)
-        return generate_tokens(state, jax.random.key(1), prefix, None, max_length=LENGTH)
+        return generate_tokens(state.replace(params=params), jax.random.key(1), prefix, None, max_length=LENGTH)
 
     text = str(jax.make_jaxpr(program)(params, PREFIXES))
     assert f"f32[{ROWS},1,19]" in text
