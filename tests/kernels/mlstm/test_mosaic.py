@@ -230,10 +230,17 @@ def test_few_heads_cut_their_sequences_until_a_gpu_is_full():
     assert num_segments(64, tiling, 256) == 1
     assert num_segments(8, tiling, 256) == 4
     assert num_segments(1, tiling, 256) == 32
+    assert num_segments(8, tiling, 36) == 4  # of nine chunks each
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "dims", "num_chunks"), [(16, (256, 512), 256), (32, (128, 256), 32), (8, (256, 512), 16)]
+    ("num_heads", "dims", "num_chunks"),
+    [
+        (16, (256, 512), 256),  # there would be two
+        (32, (128, 256), 32),  # much is read
+        (8, (256, 512), 16),  # they would be short
+        (8, (256, 512), 33),  # they would not be made of whole chunks
+    ],
 )
 def test_sequences_stay_whole_where_parts_would_not_be_faster(num_heads, dims, num_chunks):
     assert num_segments(num_heads, choose_tiling(*dims, 8192), num_chunks) == 1

@@ -127,6 +127,7 @@ def num_segments(num_heads: int, tiling: Tiling, num_chunks: int) -> int:
     states = tiling.states
     blocks = num_heads * (tiling.qk_dim // states.rows) * (tiling.v_dim // states.columns)
     segments = 1
-    while blocks * segments * 2 <= NUM_SMS and num_chunks % (SEGMENT_CHUNKS * segments * 2) == 0:
+    most = num_chunks // SEGMENT_CHUNKS
+    while blocks * segments * 2 <= NUM_SMS and segments * 2 <= most and num_chunks % (segments * 2) == 0:
         segments *= 2
     return segments if segments >= FEWEST_SEGMENTS else 1
