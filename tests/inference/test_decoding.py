@@ -1,14 +1,18 @@
 """A model laid out for decoding is the same model."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from models.runs import shaken, tokens
 from tolerances import assert_close
 
+from xlstm_jax.distributed.dense import ColumnDense
 from xlstm_jax.inference.decoding import for_decoding
+from xlstm_jax.models.shared.projections import TransposedDense
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.utils.pytree_utils import flatten_dict
 
@@ -33,6 +37,29 @@ def test_a_model_for_decoding_computes_what_the_model_does(config):
         logits, state = advance(TOKENS[:, position : position + 1], state)
         steps.append(logits)
     assert_close(jnp.concatenate(steps, axis=1), expected)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_model_for_decoding_reads_a_prompt_as_the_model_does(config):
+    model = XLSTM(config)
+    params = shaken(jax.jit(model.init)(jax.random.key(0), TOKENS[:, :2])["params"])
+    other, other_params = for_decoding(model, params)
+    actual, expected = (
+        jax.jit(functools.partial(m.apply, return_state=True))({"params": p}, TOKENS)[0]
+        for m, p in ((other, other_params), (model, params))
+    )
+    assert_close(actual, expected)
+
+
+def test_the_gates_of_a_prompt_are_the_product_that_training_has(key):
+    x, kernel = jax.random.normal(key, (2, 5, 64), jnp.bfloat16), jax.random.normal(key, (64, 4))
+    options = {"features": 4, "axis_name": "tp", "dtype": jnp.float32}
+    transposed = jax.jit(TransposedDense(**options).apply)
+    expected = jax.jit(ColumnDense(**options).apply)({"params": {"kernel": kernel}}, x)
+    np.testing.assert_array_equal(transposed({"params": {"kernel": kernel.T}}, x), expected)
+    one = transposed({"params": {"kernel": kernel.T}}, x[:, :1])
+    assert_close(one, expected[:, :1])
+    assert not np.array_equal(one, expected[:, :1])  # it has all bits of the kernel
 
 
 def test_blocks_lie_apart_and_layers_that_share_an_input_together():

@@ -23,7 +23,10 @@ GROUPS = ("q", "k", "v", "ogate"), GATES, ("gate", "up")
 
 
 class TransposedDense(ColumnDense):
-    """A `ColumnDense` whose kernel is stored as `[outputs, inputs]`, for one token at a time; attributes as there."""
+    """A `ColumnDense` whose kernel is stored as `[outputs, inputs]`, for one token at a time.
+
+    Attributes as there; nothing is initialised, as its parameters are those of other layers.
+    """
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return this device's outputs for whole inputs."""
