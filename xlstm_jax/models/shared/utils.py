@@ -44,8 +44,8 @@ def prepare_module(
 def add_branch(x: jax.Array, branch: jax.Array) -> jax.Array:
     """Add the result of a branch to the residual stream, and keep the sum for the backward pass.
 
-    On GPUs, XLA adds to the stream within the branch's last product, if both are matrices of rows of features. To
-    arrays with more axes it adds in place, of a copy, as the stream is still needed.
+    On GPUs, XLA adds the stream within the branch's last product if both are matrices. Were they arrays with more axes,
+    it would first copy the stream.
     """
     rows = -1, x.shape[-1]
     return keep((x.reshape(rows) + branch.reshape(rows)).reshape(x.shape), STREAM)

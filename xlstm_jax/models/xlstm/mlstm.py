@@ -31,7 +31,7 @@ class MLSTMLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, state: MLSTMState | None, context: Context) -> tuple[jax.Array, MLSTMState | None]:
-        """Return the outputs and the state after the last position."""
+        """Return the outputs, and the state after the last position if it is asked for."""
         config = self.config
         num_heads = config.num_heads // axis_size(config.parallel.model_axis_name)
         layers = self._projections() | self._gates()

@@ -24,8 +24,7 @@ class MLSTMUpState(NamedTuple):
     """What an `mlstm_up` block hands on: the last inputs of its convolution, and the memory of its cell."""
 
     conv: Float[Array, "b t c"]
-    cell: MLSTMState | None
-    """`None` if it is empty."""
+    cell: MLSTMState
 
 
 class MLSTMUpLayer(SplitModule):
@@ -38,16 +37,18 @@ class MLSTMUpLayer(SplitModule):
     config: XLSTMConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, state: MLSTMUpState | None, context: Context) -> tuple[jax.Array, MLSTMUpState]:
-        """Return the outputs and the state after the last position."""
+    def __call__(
+        self, x: jax.Array, state: MLSTMUpState | None, context: Context
+    ) -> tuple[jax.Array, MLSTMUpState | None]:
+        """Return the outputs, and the state after the last position if it is asked for."""
         config, axis_name = self.config, self.config.parallel.model_axis_name
         num_heads, param_dtype = config.num_heads // axis_size(axis_name), jnp.dtype(config.param_dtype)
-        state = init_mlstm_up_state(config, x.shape[0])._replace(cell=None) if state is None else state
+        conv_state, cell = (_empty_conv_state(config, x.shape[0]), None) if state is None else state
         up_init, common = small_init(config.embedding_dim), common_arguments(config)
         wide = [ColumnDense(config.inner_dim, kernel_init=up_init, name=name, **common) for name in ("up", "gate")]
         inner, gate = apply_to_same(x, wide)
         conv = CausalConv(config.conv_kernel_size, axis_name, jnp.dtype(config.dtype), param_dtype, name="conv")
-        convolved, conv_state = conv(inner, state.conv, context.document_borders)
+        convolved, conv_state = conv(inner, conv_state, context.document_borders)
         activated = nn.silu(convolved)
         q, k, v = (
             BlockDiagonalDense(config.qkv_block_size, config, name=name)(inputs)
@@ -58,14 +59,14 @@ class MLSTMUpLayer(SplitModule):
             for name in ("igate", "fgate")
         )
         q, k, v = (y.reshape(*y.shape[:-1], num_heads, -1) for y in (q, k, v))
-        hidden, cell = run_cell(config, q, k, v, igate, fgate, state.cell, context)
+        hidden, cell = run_cell(config, q, k, v, igate, fgate, cell, context)
         normed = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, name="multihead_norm")(hidden)
         skip = self.split_param("skip", nn.initializers.ones, (config.inner_dim,), param_dtype, 0, axis_name)
         gated = (normed + skip.astype(normed.dtype) * activated) * nn.silu(gate)
         down_init = wang_init(config.embedding_dim, config.num_blocks)
         sow_cell(self, q=q, k=k, v=v, igate=igate, fgate=fgate, hidden=hidden, normed=normed, gated=gated)
         y = RowDense(config.embedding_dim, kernel_init=down_init, name="down", **common)(gated)
-        return y, MLSTMUpState(conv_state, cell)
+        return y, None if cell is None else MLSTMUpState(conv_state, cell)
 
 
 class BlockDiagonalDense(SplitModule):
@@ -116,7 +117,11 @@ class _GateOfAll(SplitModule):
 
 def init_mlstm_up_state(config: XLSTMConfig, batch_size: int) -> MLSTMUpState:
     """Return the state of an `mlstm_up` block before the first token."""
-    size = axis_size(config.parallel.model_axis_name)
+    num_heads = config.num_heads // axis_size(config.parallel.model_axis_name)
     head_dim = config.inner_dim // config.num_heads
-    conv = jnp.zeros((batch_size, config.conv_kernel_size - 1, config.inner_dim // size), config.dtype)
-    return MLSTMUpState(conv, empty_state(batch_size, config.num_heads // size, head_dim, head_dim))
+    return MLSTMUpState(_empty_conv_state(config, batch_size), empty_state(batch_size, num_heads, head_dim, head_dim))
+
+
+def _empty_conv_state(config: XLSTMConfig, batch_size: int) -> Float[Array, "b t c"]:
+    num_channels = config.inner_dim // axis_size(config.parallel.model_axis_name)
+    return jnp.zeros((batch_size, config.conv_kernel_size - 1, num_channels), config.dtype)
