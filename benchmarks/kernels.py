@@ -2,6 +2,7 @@
 
     pip install mlstm-kernels==2.0.6        # for the peer, beside torch with CUDA and triton
     python benchmarks/kernels.py [--shapes 2] [--length 512] [--peers mlstm-kernels attention] [--chunk-sizes 256]
+    python benchmarks/kernels.py --shapes 0 --heads 4 --head-dims 96 192 --chunk-sizes 64 256
 
 All take turns in one run, on the same shapes, in bfloat16. A time is the median over groups of calls one after the
 other, on the host's clock; a group is so long that the launch of its first call hardly counts. `forward+backward`
@@ -198,11 +199,14 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="what our forward and backward pass spends its time on")
     parser.add_argument("--batch", type=int, help="another number of sequences")
     parser.add_argument("--length", type=int, help="another length")
+    parser.add_argument("--heads", type=int, help="another number of heads")
+    parser.add_argument("--head-dims", type=int, nargs=2, default=(None, None), help="of keys and values")
     parser.add_argument("--calls", type=int, default=1, help="calls of our forms within one program")
     arguments = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     for index in arguments.shapes:
-        changes = {"batch_size": arguments.batch, "length": arguments.length}
+        changes = {"batch_size": arguments.batch, "length": arguments.length, "num_heads": arguments.heads}
+        changes |= dict(zip(("qk_dim", "v_dim"), arguments.head_dims, strict=True))
         shape = dataclasses.replace(SHAPES[index], **{name: x for name, x in changes.items() if x is not None})
         floors = [shape.floor(backward=backward) for backward in (False, True)]
         print(f"{shape}, floor {1e3 * floors[0]:.2f} / {1e3 * floors[1]:.2f} ms\n")

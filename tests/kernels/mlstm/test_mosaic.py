@@ -1,77 +1,21 @@
-"""The mLSTM in kernels for Hopper GPUs: lowered and simulated everywhere, computed where there is one."""
+"""The mLSTM in kernels for Hopper GPUs, where there is none: lowered, simulated, and chosen."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels.mlstm.comparisons import assert_small, computed, drawn, everything, exact
 
 from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
-from xlstm_jax.kernels.mlstm import MLSTMState, mlstm
+from xlstm_jax.kernels.mlstm import mlstm
 from xlstm_jax.kernels.mlstm.api import choose_backend, resolve_backend
 from xlstm_jax.kernels.mlstm.arg_specs import ArgSpec
 from xlstm_jax.kernels.mlstm.mosaic.tiling import HEAD_DIMS, Tiling, choose_tiling, num_segments
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
-needs_hopper = pytest.mark.skipif(hopper_problem() is not None, reason="there is no Hopper GPU")
 on_a_simulated_gpu = pytest.mark.skipif(hopper_problem() is None, reason="the kernels themselves are tested here")
-
-OUTPUTS = ["hidden", "memory", "normalizer"]
-INPUTS = ["q", "k", "v", "igate", "fgate", "state.memory", "state.normalizer"]
-EASY, KEPT, STRONG, SMALL = (-3.0, 4.0), (-3.0, 8.0), (4.0, 8.0), (-10.0, 8.0)
-"""Means of input and forget gates. At the first, little of a memory is left after a chunk."""
-
-
-def drawn(spec, *, with_state=True, reset_rate=0.0):
-    """Draw inputs in bfloat16, where documents begin, and gradients of the outputs and of the last state."""
-    q, k, v, *gates = spec.arguments(jax.random.key(0))
-    inputs = [x.astype(jnp.bfloat16) for x in (q, k, v)] + gates
-    state = spec.state(jax.random.key(1)) if with_state else None
-    shape = spec.batch_size, spec.length
-    resets = jax.random.bernoulli(jax.random.key(2), reset_rate, shape) if reset_rate else None
-    dhidden = jax.random.normal(jax.random.key(3), v.shape, jnp.bfloat16)
-    dlast = jax.tree.map(lambda x: 0.01 * x, spec.state(jax.random.key(4)))
-    return inputs, state, resets, dhidden, dlast._replace(stabilizer=jnp.zeros_like(dlast.stabilizer))
-
-
-def everything(run, inputs, state, resets, dhidden, dlast):
-    """Return outputs and last state, and the gradients of all inputs; forward and backward are programs of their own.
-
-    In one program, XLA drops roundings to bfloat16 that a model has.
-    """
-
-    def forward(inputs, state):
-        return jax.vjp(lambda inputs, state: run(*inputs, state, resets), inputs, state)
-
-    (hidden, last), backward = jax.jit(forward)(inputs, state)
-    cotangents = dhidden.astype(hidden.dtype), jax.tree.map(lambda c, x: c.astype(x.dtype), dlast, last)
-    dinputs, dstate = jax.jit(lambda backward, cotangents: backward(cotangents))(backward, cotangents)
-    names, gradients = (INPUTS, (*dinputs, *dstate[:2])) if state is not None else (INPUTS[:5], dinputs)
-    return named([*OUTPUTS, *names], (hidden, *last[:2], *gradients))
-
-
-def exact(spec, **options):
-    """Compute the reference in float64."""
-    inputs, state, resets, dhidden, dlast = drawn(spec, **options)
-    with jax.enable_x64(True):
-        inputs, state, dhidden, dlast = jax.tree.map(lambda x: x.astype("float64"), (inputs, state, dhidden, dlast))
-
-        def run(q, k, v, igate, fgate, state, resets):
-            return mlstm(q, k, v, igate, fgate, state=state, resets=resets, return_state=True, backend="parallel")
-
-        return everything(run, inputs, state, resets, dhidden, dlast)
-
-
-def computed(spec, backend, **options):
-    """Compute all of it by a backend in bfloat16."""
-
-    def run(q, k, v, igate, fgate, state, resets):
-        gates = {"state": state, "resets": resets, "return_state": True, "chunk_size": 256}
-        return mlstm(q, k, v, igate, fgate, backend=backend, **gates)
-
-    return everything(run, *drawn(spec, **options))
 
 
 def simulated(spec, tiling, **options):
@@ -85,39 +29,6 @@ def simulated(spec, tiling, **options):
         return mlstm_mosaic(q, k, v, *arguments)
 
     return everything(run, *drawn(spec, **options))
-
-
-def errors(actual, expected):
-    """Return the error of each array and of its worst row, as shares of the norms of a sequence, for each sequence."""
-    result = {}
-    for name, e in expected.items():
-        rows, difference = (_sequences(name, x) for x in (e, actual[name] - e))
-        usual = np.sqrt(np.mean(np.sum(rows**2, axis=-1), axis=-1))
-        assert not difference[usual == 0].any(), name
-        sizes = np.sqrt(np.sum(difference**2, axis=-1))[usual > 0] / usual[usual > 0, None]
-        result[name] = np.sqrt(np.mean(sizes**2, axis=-1)), sizes.max(axis=-1)
-    return result
-
-
-def rms(x):
-    return np.sqrt(np.mean(x**2))
-
-
-def _sequences(name, x):
-    """Return the rows of each head of each sequence."""
-    if name in ("hidden", *INPUTS[:5]):
-        x = np.moveaxis(x, 2, 1)  # to batch, heads, positions
-    width = 1 if name in ("igate", "fgate", "stabilizer") else x.shape[-1]
-    return x.reshape(x.shape[0] * x.shape[1], -1, width)
-
-
-def named(names, arrays):
-    return {name: np.asarray(x, np.float64) for name, x in zip(names, arrays, strict=True)}
-
-
-def assert_small(actual, expected, limit=1e-2):
-    for name, (shares, _) in errors(actual, expected).items():
-        assert rms(shares) < limit, f"{name}: {rms(shares):.4f}"
 
 
 @needs_mosaic
@@ -250,9 +161,56 @@ def test_short_sequences_have_short_chunks():
     assert [choose_tiling(64, 64, length).chunk_size for length in (1, 128, 129, 8192)] == [128, 128, 256, 256]
 
 
-def test_heads_of_other_sizes_are_refused():
-    with pytest.raises(ValueError, match=r"heads of 64/64.*not 48/96"):
-        choose_tiling(48, 96, 128)
+@pytest.mark.parametrize(
+    ("dims", "widened"),
+    [
+        ((48, 96), (64, 128)),
+        ((96, 192), (128, 256)),
+        ((192, 384), (256, 512)),
+        ((64, 256), (128, 256)),
+        ((8, 56), (64, 64)),
+    ],
+)
+def test_heads_of_other_sizes_have_the_tiles_of_the_next_larger_ones(dims, widened):
+    assert choose_tiling(*dims, 128) == choose_tiling(*widened, 128)
+
+
+@pytest.mark.parametrize(
+    ("dims", "misfit"), [((8, 48), "is less than half of 64/64"), ((384, 384), "is larger"), ((64, 513), "is larger")]
+)
+def test_heads_that_fit_no_kernel_are_refused(dims, misfit):
+    with pytest.raises(ValueError, match=rf"heads of 64/64.*and {dims[0]}/{dims[1]} {misfit}"):
+        choose_tiling(*dims, 128)
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch):
+    """Let the backend `mosaic` run, on a simulated GPU."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
+
+    def run(*arguments):
+        *before, _, return_state, scale = arguments
+        return mlstm_mosaic(*before, plgpu.InterpretGPUParams(), return_state, scale)
+
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.mosaic.chunkwise.mlstm_mosaic", run)
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_problem", lambda: None)
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.mosaic.items.NUM_SMS", 1)
+
+
+@needs_mosaic
+@on_a_simulated_gpu
+@pytest.mark.parametrize(
+    ("dims", "igate", "options"),
+    [
+        ((40, 48), 4.0, {"reset_rate": 0.01}),
+        ((33, 100), -3.0, {"with_state": False}),  # outputs depend on the scale of queries
+    ],
+)
+def test_heads_that_are_filled_up_compute_the_reference_and_all_its_gradients(dims, igate, options, simulated_gpu):
+    spec = ArgSpec(1, 200, 1, *dims, igate_mean=igate, fgate_mean=5.0)
+    assert_small(computed(spec, "mosaic", **options), exact(spec, **options))
 
 
 @pytest.mark.skipif(hopper_problem() is None, reason="this is a Hopper GPU")
@@ -264,24 +222,32 @@ def test_kernels_that_cannot_run_say_why(key):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "form"), [(["bfloat16"], "mosaic"), (["float32"], "chunkwise"), (["bfloat16", 96, 192], "chunkwise")]
+    ("arguments", "form"), [(["bfloat16"], "mosaic"), (["float32"], "chunkwise"), (["bfloat16", 512, 512], "chunkwise")]
 )
 def test_auto_takes_the_kernels_where_there_is_one(arguments, form, monkeypatch):
     monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_problem", lambda: None)
     assert choose_backend(*arguments)[0] == form
 
 
+def test_auto_says_that_heads_are_filled_up(monkeypatch):
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_problem", lambda: None)
+    form, reason = choose_backend(jnp.bfloat16, 96, 192)
+    assert (form, reason.split(", ")[1]) == ("mosaic", "with heads of 96/192 filled up to 128/256")
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "form"),
     [
-        ((1, 128, 8), {"return_state": True}, "chunkwise"),
-        ((1, 128, 8), {}, "mosaic"),
-        ((1, 128, 8), {"return_state": True, "backend": "mosaic"}, "mosaic"),
-        ((2, 256, 8), {"return_state": True}, "mosaic"),
-        ((1, 512, 2), {"return_state": True}, "mosaic"),
+        ((1, 128, 8, 64, 64), {"return_state": True}, "chunkwise"),
+        ((1, 128, 8, 64, 64), {}, "mosaic"),
+        ((1, 128, 8, 64, 64), {"return_state": True, "backend": "mosaic"}, "mosaic"),
+        ((2, 256, 8, 64, 64), {"return_state": True}, "mosaic"),
+        ((1, 512, 2, 64, 64), {"return_state": True}, "mosaic"),
+        ((1, 128, 8, 48, 96), {}, "chunkwise"),
+        ((2, 256, 8, 48, 96), {}, "mosaic"),
     ],
 )
-def test_auto_takes_plain_jax_for_few_positions_and_a_state(shape, options, form, key, monkeypatch):
+def test_auto_takes_plain_jax_for_few_positions_that_take_more_than_the_kernels(shape, options, form, key, monkeypatch):
     class ChosenError(Exception):
         pass
 
@@ -290,7 +256,7 @@ def test_auto_takes_plain_jax_for_few_positions_and_a_state(shape, options, form
 
     monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_problem", lambda: None)
     monkeypatch.setattr("xlstm_jax.kernels.mlstm.api._implementation", implementation)
-    inputs = [x.astype(jnp.bfloat16) for x in ArgSpec(*shape, 64, 64).arguments(key)]
+    inputs = [x.astype(jnp.bfloat16) for x in ArgSpec(*shape).arguments(key)]
     with pytest.raises(ChosenError) as chosen:
         mlstm(*inputs, **options)
     assert chosen.value.args == (form, shape[1] if form == "chunkwise" else 64)
@@ -299,186 +265,3 @@ def test_auto_takes_plain_jax_for_few_positions_and_a_state(shape, options, form
 def test_kernels_compute_in_bfloat16_only():
     with pytest.raises(ValueError, match="compute in bfloat16, and this is float32"):
         resolve_backend("mosaic", jnp.float32)
-
-
-CASES = [(dims, 1000, gates) for dims in HEAD_DIMS for gates in (KEPT, STRONG)]
-CASES += [((256, 512), 2048, gates) for gates in (EASY, KEPT, STRONG, SMALL)] + [((128, 256), 77, KEPT)]
-
-
-def typical(x):
-    """Return the geometric mean."""
-    return np.exp(np.mean(np.log(np.maximum(x, 1e-12))))
-
-
-@needs_hopper
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize(("dims", "length", "gates"), CASES)
-def test_errors_are_those_of_plain_xla(dims, length, gates, documents, record_property):
-    """Where a denominator is nearly zero, one position is most of a sequence's gradients, and its error is luck.
-
-    Two chunk sizes of plain JAX differ by a factor of four in some sequences. Hence what is typical counts, and the
-    worst only has a bound.
-    """
-    igate, fgate = gates
-    spec = ArgSpec(4, length, 8, *dims, igate_mean=igate, fgate_mean=fgate)
-    options = {"reset_rate": 0.003 * documents}
-    expected = exact(spec, **options)
-    ours, theirs = (errors(computed(spec, form, **options), expected) for form in ("mosaic", "chunkwise"))
-    too_large = []
-    for name, pair in ours.items():
-        for what, a, b in zip(("norm", "worst row"), pair, theirs[name], strict=True):
-            for of, limit in ((typical, 1.5), (rms, 2.0)):
-                both = f"{name}, {what}, {of.__name__}: {of(a):.5f} beside {of(b):.5f}"
-                record_property("errors", both)
-                if of(a) > max(limit * of(b), 1e-3):  # Where plain JAX hardly rounds, both are exact.
-                    too_large.append(both)
-    assert not too_large, "; ".join(too_large)
-
-
-@needs_hopper
-@pytest.mark.parametrize(
-    ("batch_size", "length", "num_heads", "dims"),
-    [
-        (8, 2048, 16, (128, 256)),
-        (4, 2048, 32, (64, 128)),
-        (8, 2048, 8, (256, 512)),
-        (1, 8192, 8, (256, 512)),  # which is cut, as is the next
-        (2, 8192, 3, (64, 128)),
-    ],
-)
-def test_blocks_that_do_much_work_compute_what_plain_jax_does(batch_size, length, num_heads, dims):
-    spec = ArgSpec(batch_size, length, num_heads, *dims, igate_mean=-3.0, fgate_mean=8.0)
-    assert_small(computed(spec, "mosaic", with_state=False), computed(spec, "chunkwise", with_state=False))
-
-
-@needs_hopper
-@pytest.mark.parametrize("dims", HEAD_DIMS)
-@pytest.mark.parametrize("length", [77, 256])
-def test_a_chunk_without_memories_gives_the_bits_of_one_with_empty_memories(dims, length):
-    spec = ArgSpec(40, length, 8, *dims, igate_mean=-3.0, fgate_mean=8.0)
-    inputs, _, resets, dhidden, _ = drawn(spec, with_state=False, reset_rate=0.02)
-
-    def results(return_state):
-        def hidden(*inputs):
-            result = mlstm(*inputs, resets=resets, backend="mosaic", return_state=return_state)
-            return result[0] if return_state else result
-
-        hidden, backward = jax.vjp(jax.jit(hidden), *inputs)
-        return hidden, backward(dhidden)
-
-    jax.tree.map(np.testing.assert_array_equal, results(True), results(False))
-
-
-@needs_hopper
-def test_two_runs_give_the_same_bits():
-    spec = ArgSpec(2, 1024, 4, 256, 512, igate_mean=-3.0, fgate_mean=8.0)
-    first, second = (computed(spec, "mosaic", reset_rate=0.003) for _ in range(2))
-    assert all(np.array_equal(first[name], second[name]) for name in first)
-
-
-@needs_hopper
-@pytest.mark.parametrize("length", [1, 100, 300])
-@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
-def test_any_length_and_input_gate(length, input_gate):
-    spec = ArgSpec(2, length, 2, 64, 128, igate_mean=0.0, fgate_mean=6.0)
-    inputs, state, *_ = drawn(spec)
-    run = functools.partial(mlstm, *inputs, state=state, return_state=True, input_gate=input_gate)
-    actual, expected = (jax.jit(functools.partial(run, backend=form))() for form in ("mosaic", "chunkwise"))
-    names = [*OUTPUTS, "stabilizer"]
-    assert_small(*(named(names, (hidden, *last)) for hidden, last in (actual, expected)))
-
-
-@needs_hopper
-@pytest.mark.parametrize("igate", [-50.0, 0.0, 50.0])
-@pytest.mark.parametrize("fgate", [-50.0, 0.0, 50.0])
-def test_extreme_gates_give_finite_results(igate, fgate):
-    spec = ArgSpec(1, 300, 2, 64, 64, igate_mean=igate, fgate_mean=fgate)
-    assert all(np.isfinite(x).all() for x in computed(spec, "mosaic").values())
-
-
-@needs_hopper
-def test_a_head_full_of_nan_stays_alone():
-    inputs, *_ = drawn(ArgSpec(2, 300, 2, 64, 64, fgate_mean=6.0))
-    clean = mlstm(*inputs, backend="mosaic")
-    poisoned = mlstm(*(x.at[1, :, 1].set(jnp.nan) for x in inputs), backend="mosaic")
-    assert np.isnan(poisoned[1, :, 1]).all()
-    assert np.array_equal(poisoned[0], clean[0])
-    assert np.array_equal(poisoned[1, :, 0], clean[1, :, 0])
-
-
-@needs_hopper
-def test_a_split_sequence_gives_the_result_of_a_whole_one():
-    inputs, *_ = drawn(ArgSpec(2, 1000, 2, 128, 128, igate_mean=0.0, fgate_mean=8.0))
-    run = jax.jit(functools.partial(mlstm, return_state=True, backend="mosaic"))
-    whole, end = run(*inputs)
-    first, middle = run(*(x[:, :444] for x in inputs))
-    second, end_of_second = run(*(x[:, 444:] for x in inputs), state=middle)
-    assert isinstance(end, MLSTMState)
-    joined = np.concatenate([first, second], axis=1), end_of_second.memory
-    assert_small(*(named(OUTPUTS[:2], results) for results in (joined, (whole, end.memory))))
-
-
-def slices(arguments, borders):
-    """Cut sequences at borders."""
-    return [tuple(x[:, a:b] for x in arguments) for a, b in itertools.pairwise(borders)]
-
-
-@needs_hopper
-def test_gradients_flow_through_the_state_between_two_parts():
-    inputs, *_, weights, _ = drawn(ArgSpec(2, 1000, 2, 128, 128, igate_mean=0.0, fgate_mean=8.0))
-    run = functools.partial(mlstm, return_state=True, backend="mosaic")
-
-    def loss(inputs, borders):
-        state, parts = None, []
-        for part in slices(inputs, (0, *borders, 1000)):
-            hidden, state = run(*part, state=state)
-            parts.append(hidden)
-        return jnp.sum(jnp.concatenate(parts, axis=1).astype(jnp.float32) * weights)
-
-    gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    assert_small(*(named(INPUTS[:5], gradient(inputs, borders)) for borders in ((444,), ())))
-
-
-@needs_hopper
-def test_packed_documents_give_the_results_of_separate_ones():
-    inputs, *_, weights, _ = drawn(ArgSpec(1, 1000, 2, 64, 128, igate_mean=0.0, fgate_mean=8.0))
-    borders = (0, 100, 101, 600, 1000)
-    resets = jnp.zeros((1, 1000), bool).at[0, jnp.array(borders[1:-1])].set(True)
-    run = functools.partial(mlstm, backend="mosaic")
-
-    def packed(inputs):
-        hidden = run(*inputs, resets=resets)
-        return jnp.sum(hidden.astype(jnp.float32) * weights), hidden
-
-    def separate(inputs):
-        hidden = jnp.concatenate([run(*part) for part in slices(inputs, borders)], axis=1)
-        return jnp.sum(hidden.astype(jnp.float32) * weights), hidden
-
-    results = (jax.jit(jax.grad(f, has_aux=True))(inputs) for f in (packed, separate))
-    results = [named([*INPUTS[:5], "hidden"], (*gradients, hidden)) for gradients, hidden in results]
-    assert_small(*results, limit=2e-2)  # as both are rounded
-
-
-@needs_hopper
-def test_a_document_that_begins_at_once_drops_the_initial_state():
-    inputs, state, *_ = drawn(ArgSpec(2, 300, 2, 64, 64, igate_mean=0.0, fgate_mean=8.0))
-    resets = jnp.zeros((2, 300), bool).at[:, 0].set(True)
-    run = jax.jit(functools.partial(mlstm, backend="mosaic"))
-    assert_small(*(named(["hidden"], [x]) for x in (run(*inputs, state=state, resets=resets), run(*inputs))))
-
-
-@needs_hopper
-def test_gates_that_jump_between_extremes_give_the_results_of_plain_jax():
-    (q, k, v, igate, _), *_ = drawn(ArgSpec(1, 300, 2, 64, 64))
-    signs = jax.random.rademacher(jax.random.key(5), (2, *igate.shape), igate.dtype)
-    results = (mlstm(q, k, v, *(50.0 * signs), backend=form) for form in ("mosaic", "chunkwise"))
-    assert_small(*(named(["hidden"], [x]) for x in results))
-
-
-@needs_hopper
-def test_no_output_depends_on_a_later_token():
-    inputs, *_ = drawn(ArgSpec(1, 300, 2, 64, 64, igate_mean=0.0, fgate_mean=8.0))
-    run = jax.jit(functools.partial(mlstm, backend="mosaic"))
-    hidden, changed = (np.asarray(run(*x), np.float32) for x in (inputs, [x.at[:, 200:].add(1.0) for x in inputs]))
-    assert np.array_equal(hidden[:, :200], changed[:, :200])
-    assert np.abs(hidden - changed)[:, 200].max() > 0.1

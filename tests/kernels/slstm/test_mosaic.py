@@ -159,6 +159,7 @@ def test_a_forward_pass_alone_is_one_launch_that_keeps_nothing():
         (ArgSpec(2, 7, 2, 64), {"variant": "masked documents"}),
         (ArgSpec(1, 1, 1, 128), {"gate_dtype": "bfloat16"}),
         (ArgSpec(9, 3, 1, 192), {}),
+        (ArgSpec(2, 5, 2, 40), {"variant": "masked documents"}),  # which is filled up
     ],
 )
 @pytest.mark.usefixtures("interpreted")
@@ -181,6 +182,7 @@ def test_the_interpreted_kernel_gives_the_scan_and_is_as_exact(spec, options):
         (ArgSpec(300, 40, 4, 128), {"gate_dtype": "bfloat16"}),
         (ArgSpec(300, 40, 4, 64), {}),
         (ArgSpec(1, 1, 2, 192), {}),
+        (ArgSpec(11, 131, 3, 96), {"variant": "masked documents", "gate_dtype": "bfloat16"}),
         (ArgSpec(8, 300, 2, 128, igate_mean=4.0, fgate_mean=-2.0), {}),
         (ArgSpec(8, 300, 2, 192, igate_mean=-4.0, fgate_mean=8.0), {}),
     ],
@@ -239,12 +241,15 @@ def test_a_row_full_of_nan_stays_alone(request):
 def test_auto_picks_the_kernel_where_it_can_run():
     assert api.choose_backend(192, jnp.bfloat16)[0] == "mosaic"
     assert api.resolve_backend("auto", 64, jnp.bfloat16) == "mosaic"
+    form, reason = api.choose_backend(100)
+    assert (form, reason.split("; ")[1]) == ("mosaic", "heads of 100 units are filled up to 128")
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ((256, jnp.bfloat16), "heads of 64, 128 or 192 units, and these have 256"),
+        ((256, jnp.bfloat16), "heads of 32 to 192 units, and these have 256"),
+        ((24, jnp.bfloat16), "heads of 32 to 192 units, and these have 24"),
         ((64, jnp.float32), "in bfloat16, and the recurrent kernel is in float32"),
         ((64, jnp.bfloat16, jnp.float64), "in float32, and these gates need float64"),
         ((64, jnp.bfloat16, jnp.float32, 2**30), "at most 357,913,941 cells, and these are 1,073,741,824"),

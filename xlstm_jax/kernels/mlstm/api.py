@@ -10,20 +10,22 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.fill_up import fill_up
 from xlstm_jax.kernels.hopper import hopper_problem
 from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm import reference
 from xlstm_jax.kernels.mlstm.chunkwise import mlstm_chunkwise
 from xlstm_jax.kernels.mlstm.gates import InputGate, log_input_gate
-from xlstm_jax.kernels.mlstm.mosaic.tiling import CHUNK_SIZES, choose_tiling, tiling_problem
+from xlstm_jax.kernels.mlstm.mosaic.tiling import CHUNK_SIZES, HEAD_DIMS, choose_tiling, tiling_problem
 from xlstm_jax.kernels.mlstm.parallel import mlstm_parallel
 from xlstm_jax.kernels.mlstm.state import MLSTMState, empty_state, state_dtype
 
 LOGGER = logging.getLogger(__name__)
 
 FEW_POSITIONS = 2048
-"""Positions of all heads up to which the launches of kernels that carry a state take longer than plain JAX."""
+"""Positions of all heads up to which kernels that carry a state, or need heads filled up, are launched for longer than
+plain JAX takes."""
 
 Form = Literal["reference", "parallel", "chunkwise", "mosaic"]
 Backend = Literal["auto", "reference", "parallel", "chunkwise", "mosaic"]
@@ -58,7 +60,7 @@ def mlstm(
         chunk_size: Positions that the chunkwise form in plain JAX treats at once. It changes speed and memory, not
             results; the kernels for GPUs choose for themselves.
         backend: The form of the computation; `auto` picks the fastest for this device: on Hopper GPUs, for bfloat16 and
-            heads of the usual sizes, the kernels `mosaic`, elsewhere and for short prompts `chunkwise`.
+            heads up to 256/512, the kernels `mosaic`, elsewhere and for short prompts `chunkwise`.
         input_gate: The activation of the input gates.
         eps: Added to the denominator of the outputs, in units of the stabiliser.
 
@@ -71,9 +73,9 @@ def mlstm(
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
     b, s, h, qk_dim = q.shape
     form = resolve_backend(backend, v.dtype, qk_dim, v.shape[-1])
-    carries_state = state is not None or return_state
-    if backend == "auto" and form == "mosaic" and carries_state and _is_small(b, s, h):
-        say_once(LOGGER, "mLSTM, for a few positions and a state: the chunkwise form in plain JAX.")
+    does_more = state is not None or return_state or _is_filled_up(qk_dim, v.shape[-1])
+    if backend == "auto" and form == "mosaic" and does_more and _is_small(b, s, h):
+        say_once(LOGGER, "mLSTM, for a few positions: the chunkwise form in plain JAX.")
         form, chunk_size = "chunkwise", s
     if state is not None:
         state = materialize(_cast(state, dtype))
@@ -123,6 +125,10 @@ def _is_small(b: int, s: int, h: int) -> bool:
     return s <= CHUNK_SIZES[-1] and b * s * h <= FEW_POSITIONS
 
 
+def _is_filled_up(qk_dim: int, v_dim: int) -> bool:
+    return (qk_dim, v_dim) not in HEAD_DIMS
+
+
 def _cast(state: MLSTMState, dtype: jnp.dtype) -> MLSTMState:
     return MLSTMState(*(x.astype(dtype) for x in state))
 
@@ -137,7 +143,11 @@ def choose_backend(dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: in
     """
     if problem := mosaic_problem(dtype, qk_dim, v_dim):
         return "chunkwise", f"the chunkwise form in plain JAX, as {problem}"
-    return "mosaic", "the chunkwise form in kernels for Hopper GPUs"
+    reason = "the chunkwise form in kernels for Hopper GPUs"
+    if _is_filled_up(qk_dim, v_dim):
+        tiling = choose_tiling(qk_dim, v_dim, 1)
+        reason += f", with heads of {qk_dim}/{v_dim} filled up to {tiling.qk_dim}/{tiling.v_dim}"
+    return "mosaic", reason
 
 
 def mosaic_problem(dtype: DTypeLike, qk_dim: int, v_dim: int) -> str | None:
@@ -174,7 +184,7 @@ def _implementation(
         case "chunkwise":
             return functools.partial(_chunkwise_of_any_length, chunk_size=chunk_size, eps=eps)
         case "mosaic":
-            return functools.partial(_mosaic_of_any_length, eps=eps, return_state=return_state)
+            return functools.partial(_mosaic_of_any_shape, eps=eps, return_state=return_state)
 
 
 def _chunkwise_of_any_length(q, k, v, log_input, log_forget, state, resets, *, chunk_size, eps):
@@ -185,17 +195,23 @@ def _chunkwise_of_any_length(q, k, v, log_input, log_forget, state, resets, *, c
     return hidden[:, : q.shape[1]], last
 
 
-def _mosaic_of_any_length(q, k, v, log_input, log_forget, state, resets, *, eps, return_state):
+def _mosaic_of_any_shape(q, k, v, log_input, log_forget, state, resets, *, eps, return_state):
     # Only here: it does not exist in the versions of JAX that other devices are content with.
     from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
 
-    tiling = choose_tiling(q.shape[-1], v.shape[-1], q.shape[1])
+    (_, s, _, qk_dim), v_dim = q.shape, v.shape[-1]
+    tiling = choose_tiling(qk_dim, v_dim, s)
+    keys, values = tiling.qk_dim, tiling.v_dim
+    if state is not None:
+        state = MLSTMState(fill_up(state.memory, keys, values), fill_up(state.normalizer, keys), state.stabilizer)
+    q, k, v = fill_up(q, keys), fill_up(k, keys), fill_up(v, values)
     arrays = _padded(q, k, v, log_input, log_forget, resets, multiple=tiling.chunk_size)
     # Traced and lowered once for all layers of a model, which takes seconds.
-    run: Any = jax.jit(mlstm_mosaic, static_argnums=(7, 8, 9, 10))
-    result = run(*arrays[:5], state, arrays[5], tiling, eps, None, return_state)
-    hidden, last = result
-    return hidden[:, : q.shape[1]], last
+    run: Any = jax.jit(mlstm_mosaic, static_argnums=(7, 8, 9, 10, 11))
+    hidden, last = run(*arrays[:5], state, arrays[5], tiling, eps, None, return_state, qk_dim**-0.5)
+    if last is not None:
+        last = MLSTMState(last.memory[..., :qk_dim, :v_dim], last.normalizer[..., :qk_dim], last.stabilizer)
+    return hidden[:, :s, :, :v_dim], last
 
 
 def _padded(q, k, v, log_input, log_forget, resets, *, multiple):

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.fill_up import fill_up
 from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.slstm import reference
-from xlstm_jax.kernels.slstm.mosaic.limits import HEAD_DIMS, ROWS, mosaic_problem
+from xlstm_jax.kernels.slstm.mosaic.limits import HEAD_DIMS, ROWS, kernel_dim, mosaic_problem
 from xlstm_jax.kernels.slstm.recompute import slstm_recompute
 from xlstm_jax.kernels.slstm.state import SLSTMState, empty_state
 
@@ -40,7 +41,7 @@ def slstm(
         resets: Where a document begins: the memory is emptied before that position.
         mask: Which positions count. The others may hold anything: they leave the memory as it is, and give zeros.
         backend: The form of the computation; `auto` picks the fastest for this device: on Hopper GPUs, with a recurrent
-            kernel in bfloat16 and heads of 64, 128 or 192 units, the kernel `mosaic`, elsewhere `recompute`.
+            kernel in bfloat16 and heads of 32 to 192 units, the kernel `mosaic`, elsewhere `recompute`.
 
     Returns:
         The hidden states, and the last state if asked for.
@@ -49,7 +50,7 @@ def slstm(
     dtype = jnp.promote_types(gates.dtype, jnp.float32)
     b, s, _, h, d = gates.shape
     first = empty_state(b, h, d, dtype) if state is None else SLSTMState(*(x.astype(dtype) for x in state))
-    form = resolve_backend(backend, d, recurrent.dtype, dtype, (b + -b % ROWS) * s * h * d)
+    form = resolve_backend(backend, d, recurrent.dtype, dtype, (b + -b % ROWS) * s * h * kernel_dim(d))
     # The kernel for GPUs reads gates as they are, for they are most of its traffic.
     inputs = gates if form == "mosaic" and gates.dtype == jnp.bfloat16 else gates.astype(dtype)
     if mask is not None:
@@ -82,15 +83,15 @@ def choose_backend(
         head_dim: Units of a head.
         recurrent_dtype: Precision of the recurrent kernel.
         state_dtype: Precision of the memory.
-        num_cells: Units of all heads at all positions of all sequences, in whole groups of `ROWS` sequences.
+        num_cells: Units of all heads, as the kernel has them, at all positions of all sequences, in whole groups of
+            `ROWS` sequences.
     """
-    problem = mosaic_problem(head_dim, recurrent_dtype, state_dtype, num_cells)
-    if problem is None:
-        return (
-            "mosaic",
-            "one launch for the whole sequence, with the recurrent kernel on chip, for this is a Hopper GPU",
-        )
-    return "recompute", f"a scan that keeps only hidden states, as {problem}"
+    if problem := mosaic_problem(head_dim, recurrent_dtype, state_dtype, num_cells):
+        return "recompute", f"a scan that keeps only hidden states, as {problem}"
+    reason = "one launch for the whole sequence, with the recurrent kernel on chip, for this is a Hopper GPU"
+    if kernel_dim(head_dim) != head_dim:
+        reason += f"; heads of {head_dim} units are filled up to {kernel_dim(head_dim)}"
+    return "mosaic", reason
 
 
 def resolve_backend(
@@ -125,10 +126,20 @@ def _implementation(form: Form) -> Callable[..., Any]:
         case "recompute":
             return slstm_recompute
         case "mosaic":
-            # Here, as it needs a newer jax than the rest.
-            from xlstm_jax.kernels.slstm.mosaic.sequence import slstm_mosaic
+            return _mosaic_of_any_width
 
-            return slstm_mosaic
+
+def _mosaic_of_any_width(gates, recurrent, state, resets, mask):
+    """Fill heads up: without inputs and without weights, a cell stays at zero."""
+    # Here, as it needs a newer jax than the rest.
+    from xlstm_jax.kernels.slstm.mosaic.sequence import slstm_mosaic
+
+    units = gates.shape[-1]
+    width = kernel_dim(units)
+    wide = SLSTMState(*(fill_up(x, width) for x in state))
+    result: Any = slstm_mosaic(fill_up(gates, width), fill_up(recurrent, width, 4, width), wide, resets, mask)
+    hidden, last = result
+    return hidden[..., :units], SLSTMState(*(x[..., :units] for x in last))
 
 
 def _check(gates, recurrent, state, resets, mask):

@@ -51,7 +51,7 @@ class _Rows(NamedTuple):
     """The number of a position's document within its chunk."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9, 10))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9, 10, 11))
 def mlstm_mosaic(
     q: Float[Array, "b s h k"],
     k: Float[Array, "b s h k"],
@@ -64,6 +64,7 @@ def mlstm_mosaic(
     eps: float,
     interpret: Any,
     return_state: bool = True,
+    scale: float | None = None,
 ) -> tuple[Float[Array, "b s h v"], MLSTMState | None]:
     """Compute all hidden states and the last state of a sequence whose length is a multiple of the chunk size.
 
@@ -79,13 +80,15 @@ def mlstm_mosaic(
         eps: Added to the denominator of the outputs.
         interpret: How to simulate a GPU on a CPU, or `None` to run on one.
         return_state: Whether to return the last state; if not, there is less to do for the gradients.
+        scale: What queries are multiplied by; `1/sqrt(k)` by default.
     """
-    result, _ = _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpret, return_state)
+    result, _ = _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpret, return_state, scale)
     return result
 
 
-def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpret, return_state):
+def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpret, return_state, scale):
     b, s, h, qk_dim = q.shape
+    scale = scale or qk_dim**-0.5
     initial = jnp.zeros((b, h), log_forget.dtype) if state is None else state.stabilizer
     gates = chunk_gates(log_input, log_forget, resets, initial, tiling.chunk_size, unroll_scans=True)
     segments = num_segments(b * h, tiling, s // tiling.chunk_size)
@@ -95,7 +98,6 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
     if state is not None or return_state or s > tiling.chunk_size:
         run = functools.partial(_memories, tiling=tiling, segments=segments, interpret=interpret)
         memories = keep(run(keys, values, rows.to_memory, rows.keep, None if state is None else state[:2]))
-    scale = qk_dim**-0.5
     hidden, denominators = compute_outputs(
         queries,
         keys,
@@ -119,11 +121,11 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
     return (hidden, last), (q, k, v, given, resets, rows, memories, hidden, denominators)
 
 
-def _backward(tiling, eps, interpret, return_state, residuals, cotangents):
+def _backward(tiling, eps, interpret, return_state, scale, residuals, cotangents):
     q, k, v, given, resets, rows, memories, hidden, denominators = residuals
     dhidden, dlast = cotangents[0].astype(v.dtype), materialize(cotangents[1])
     b, _, h, qk_dim = q.shape
-    segments, scale = rows.row.shape[0] // b, qk_dim**-0.5
+    segments, scale = rows.row.shape[0] // b, scale or qk_dim**-0.5
     aligned = jnp.sum(hidden.astype(jnp.float32) * dhidden.astype(jnp.float32), axis=-1)
     # Behind a barrier: XLA would sum and transpose in one kernel, which takes ten times as long for long sequences.
     aligned = jnp.swapaxes(_segmented(lax.optimization_barrier(aligned), segments), 1, 2)

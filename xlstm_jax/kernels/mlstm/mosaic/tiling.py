@@ -16,6 +16,9 @@ SHARED_NUMBERS_OF_FEW_VECTORS = 112 * 1024
 """The same where less than three kibibytes are left for vectors."""
 HEAD_DIMS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))
 """The sizes of queries and keys, and of values, that there are kernels for."""
+MOST_WIDENING = 2
+"""How much wider a kernel may be than the heads that are filled up for it: at heads of one size, plain JAX takes almost
+four times as long."""
 CHUNK_SIZES = (128, 256)
 SEGMENT_CHUNKS, FEWEST_SEGMENTS = 8, 4
 """Chunks of the shortest part of a sequence that is treated as one of its own, and the least number of such parts: they
@@ -100,18 +103,26 @@ class Tiling:
 
 
 def choose_tiling(qk_dim: int, v_dim: int, length: int) -> Tiling:
-    """Return the tiles for heads of these sizes and sequences of this length."""
+    """Return the tiles for heads of these sizes, or of the next larger ones, and sequences of this length."""
     if problem := tiling_problem(qk_dim, v_dim):
         raise ValueError(f"{problem[0].upper()}{problem[1:]}.")
-    return Tiling(qk_dim, v_dim, min(CHUNK_SIZES[-1], max(CHUNK_SIZES[0], -(-length // ROWS) * ROWS)))
+    dims = _narrowest_kernel(qk_dim, v_dim)
+    assert dims is not None
+    return Tiling(*dims, min(CHUNK_SIZES[-1], max(CHUNK_SIZES[0], -(-length // ROWS) * ROWS)))
 
 
 def tiling_problem(qk_dim: int, v_dim: int) -> str | None:
-    """Return why there is no kernel for heads of these sizes, or `None` if there is one."""
-    if (qk_dim, v_dim) in HEAD_DIMS:
+    """Return why no kernel is for heads of these sizes, or `None` if one is."""
+    dims = _narrowest_kernel(qk_dim, v_dim)
+    if dims is not None and sum(dims) <= MOST_WIDENING * (qk_dim + v_dim):
         return None
     known = ", ".join(f"{k}/{v}" for k, v in HEAD_DIMS)
-    return f"the kernels for Hopper GPUs have heads of {known} (queries and keys/values), not {qk_dim}/{v_dim}"
+    misfit = f"{qk_dim}/{v_dim} {'is larger' if dims is None else f'is less than half of {dims[0]}/{dims[1]}'}"
+    return f"the kernels for Hopper GPUs have heads of {known} (queries and keys/values), and {misfit}"
+
+
+def _narrowest_kernel(qk_dim: int, v_dim: int) -> tuple[int, int] | None:
+    return next((dims for dims in HEAD_DIMS if dims[0] >= qk_dim and dims[1] >= v_dim), None)
 
 
 def num_segments(num_heads: int, tiling: Tiling, num_chunks: int) -> int:
