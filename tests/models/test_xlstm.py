@@ -16,6 +16,7 @@ from tolerances import assert_close
 from xlstm_jax.kernels.keep import STREAM
 from xlstm_jax.kernels.mlstm import mlstm
 from xlstm_jax.models.configs import ModelConfig, ParallelConfig
+from xlstm_jax.models.cost import count_flops
 from xlstm_jax.models.shared.layout import to_canonical
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.models.xlstm.config import published
@@ -36,9 +37,9 @@ TOKENS, TARGETS = tokens(VOCAB, rows=2, length=13)
 
 
 @functools.cache
-def ready(kind):
+def ready(kind, scan_blocks=True):
     """Return a model with parameters that all matter, and its jitted apply."""
-    model = XLSTM(KINDS[kind])
+    model = XLSTM(dataclasses.replace(KINDS[kind], scan_blocks=scan_blocks))
     params = shaken(jax.jit(model.init)(jax.random.key(0), TOKENS[:, :2])["params"])
     return model, {"params": params}, jax.jit(model.apply, static_argnames=("return_state", "train"))
 
@@ -85,10 +86,28 @@ def test_no_cell_has_a_state_that_nobody_asks_for(return_state, monkeypatch):
     assert asked == [(None, return_state)] * 2
 
 
-def test_the_last_logits_alone_are_those_of_the_full_pass():
-    model, variables, apply = ready("mlstm")
-    last = jax.jit(functools.partial(model.apply, last_only=True))(variables, TOKENS)
-    assert_close(last, apply(variables, TOKENS)[:, -1:])
+@pytest.mark.parametrize(
+    ("kind", "scan_blocks"), [("mlstm", True), ("mlstm", False), ("slstm", False), ("mixed", False)]
+)
+def test_the_last_logits_alone_are_those_of_the_full_pass(kind, scan_blocks):
+    model, variables, apply = ready(kind, scan_blocks)
+    logits, state = apply(variables, TOKENS, return_state=True)
+    run = jax.jit(functools.partial(model.apply, last_only=True, return_state=True))
+    last, last_state = run(variables, TOKENS)
+    assert_close(last, logits[:, -1:])
+    assert_close(last_state, state)
+
+
+def test_for_the_last_logits_the_last_block_computes_one_position_once_its_cell_is_done():
+    model, variables, _ = ready("mlstm", scan_blocks=False)
+    block = variables["params"]["block_stack"]["block_1"]
+    per_position = [block["mlstm"]["out"], block["ffn"], variables["params"]["lm_head"]]
+    numbers = sum(x.size for x in jax.tree.leaves(per_position) if x.ndim == 2)
+    whole, last = (
+        count_flops(functools.partial(model.apply, last_only=last_only), variables, TOKENS)
+        for last_only in (False, True)
+    )
+    assert whole - last == 2 * numbers * (TOKENS.size - len(TOKENS))
 
 
 @of_kinds

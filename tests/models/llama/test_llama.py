@@ -50,6 +50,18 @@ def test_logits_of_packed_documents_are_those_of_a_llama_in_numpy():
     assert_close(apply(model, params, tokens, POSITIONS, BORDERS), expected)
 
 
+@of_scans
+def test_the_last_logits_alone_are_those_of_the_full_pass(scan_blocks):
+    model, params = build(scan_blocks=scan_blocks)
+    tokens = draw_tokens()
+    whole, end = apply(model, params, tokens, return_state=True)
+    _, middle = apply(model, params, tokens[:, :6], return_state=True)
+    run = jax.jit(lambda p, state: model.apply(p, tokens[:, 6:], state=state, return_state=True, last_only=True))
+    last, end_of_last = run({"params": params}, middle)
+    assert_close(last, whole[:, -1:])
+    assert_close(end_of_last, end)
+
+
 def test_a_token_changes_no_logits_before_it():
     model, params = build()
     tokens = draw_tokens()

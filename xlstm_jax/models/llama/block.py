@@ -37,7 +37,7 @@ class TransformerBlock(nn.Module):
     def __call__(self, x: jax.Array, state: KVCache | None, context: Context) -> tuple[jax.Array, KVCache | None]:
         """Return the outputs and the cache with these tokens in it."""
         y, state = SelfAttentionBlock(self.config, name="attn")(x, state, context)
-        x = add_branch(x, y)
+        x = add_branch(context.asked_for(x), y)
         return add_branch(x, FFNBlock(self.config, name="ffn")(x, context.train)), state
 
 
@@ -65,8 +65,9 @@ class SelfAttentionBlock(nn.Module):
         else:
             state = append(state, k, v, positions, starts)
             y = cached_attention(q, state, starts, config.attention_backend)
+        y = context.asked_for(y)
         out = RowDense(config.embedding_dim, kernel_init=_out_init(config), name="out", **_common(config))
-        y = out(y.reshape(*x.shape[:-1], -1))
+        y = out(y.reshape(*y.shape[:2], -1))
         sow_spread(self, attn_out=y)
         return nn.Dropout(config.dropout_rate, deterministic=not context.train)(y), state
 

@@ -77,10 +77,10 @@ class LlamaTransformer(nn.Module):
             name="block_stack",
         )
         states = init_states(config.kinds, config.scan_blocks, lambda _: None) if state is None else state
-        x, states = stack(x, states, Context(document_borders, pos_idx, train, return_state))
+        x, states = stack(x, states, Context(document_borders, pos_idx, train, return_state, last_only))
         if state is not None:
             slots = _length(state)[:, None] + jnp.arange(idx.shape[1])
-            x = jnp.where((slots < config.max_state_length)[..., None], x, jnp.nan)
+            x = jnp.where((slots < config.max_state_length)[:, -x.shape[1] :, None], x, jnp.nan)
         head = create_lm_head(config, functools.partial(RMSNorm, config.norm_eps, jnp.dtype(config.param_dtype)))
         result = head(x[:, -1:] if last_only else x, targets, embedding if config.tie_weights else None)
         return (result, states) if return_state else result

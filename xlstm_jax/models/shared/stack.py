@@ -52,8 +52,17 @@ class Context:
     """Whether dropout is on."""
     keeps_state: bool = False
     """Whether the states after the last token are asked for."""
+    last_only: bool = False
+    """Whether of the outputs, only those of the last position are asked for."""
     block_index: jax.Array | int = 0
     """The block's place in the stack; initialisers may depend on it."""
+
+    def asked_for(self, x: jax.Array) -> jax.Array:
+        """Return those positions of `[batch, length, ...]` whose outputs are asked for.
+
+        A block calls it once nothing reaches from one position to another any more.
+        """
+        return x[:, -1:] if self.last_only else x
 
 
 class BlockStack(nn.Module):
@@ -85,12 +94,14 @@ class BlockStack(nn.Module):
             context: What blocks are told.
 
         Returns:
-            The outputs of the last block, and the states of all blocks, if they are asked for.
+            The outputs of the last block, and the states of all blocks, if they are asked for. Scanned blocks all do
+            the same, and return all positions.
         """
         init_key = self.make_rng("params") if self.is_initializing() else None
         dropout_key = self.make_rng("dropout") if context.train and self.has_rng("dropout") else None
+        for_next_block = dataclasses.replace(context, last_only=False)
         if is_scanned(self.kinds, self.scan):
-            return self._scan(x, states, context, init_key, dropout_key)
+            return self._scan(x, states, for_next_block, init_key, dropout_key)
         new_states = []
         pattern = period(self.kinds)
         drawn = self._init_pattern(x, context, init_key) if self.is_initializing() else []
@@ -100,7 +111,8 @@ class BlockStack(nn.Module):
                 f"block_{index}",
                 lambda place=place, repetition=repetition: jax.tree.map(lambda leaf: leaf[repetition], drawn[place]),
             )
-            x, state, sown = self._run(kind)(params, x, states[index], context, index, dropout_key)
+            told = for_next_block if index < len(self.kinds) - 1 else context
+            x, state, sown = self._run(kind)(params, x, states[index], told, index, dropout_key)
             self._keep_intermediates(f"block_{index}", sown)
             new_states.append(state)
         return x, tuple(new_states)

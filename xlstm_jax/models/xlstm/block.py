@@ -75,7 +75,7 @@ class Block(nn.Module):
         layer = kind.layer(config, name=kind.layer_name)
         x, normed = norm(name=f"norm_{kind.layer_name}").with_skip(x)
         y, state = layer(normed, state, context)
-        x = add_branch(x, dropout(y))
+        x = add_branch(context.asked_for(x), dropout(y))
         if kind.ffn is not None:
             feed_forward = GatedFeedForward(
                 **kind.ffn(config),

@@ -41,6 +41,7 @@ class MLSTMLayer(nn.Module):
             q, k = standardize(q, config.norm_eps), standardize(k, config.norm_eps)
         igate, fgate = (soft_cap_logits(gate, config.gate_soft_cap) for gate in (igate, fgate))
         hidden, state = run_cell(config, q, k, v, igate, fgate, state, context)
+        hidden, output_gate = context.asked_for(hidden), context.asked_for(output_gate)
         norm = MultiHeadNorm(
             config.parallel.model_axis_name, config.norm_eps, jnp.dtype(config.param_dtype), name="multihead_norm"
         )

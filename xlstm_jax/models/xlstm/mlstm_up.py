@@ -60,6 +60,7 @@ class MLSTMUpLayer(SplitModule):
         )
         q, k, v = (y.reshape(*y.shape[:-1], num_heads, -1) for y in (q, k, v))
         hidden, cell = run_cell(config, q, k, v, igate, fgate, cell, context)
+        hidden, activated, gate = (context.asked_for(y) for y in (hidden, activated, gate))
         normed = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, name="multihead_norm")(hidden)
         skip = self.split_param("skip", nn.initializers.ones, (config.inner_dim,), param_dtype, 0, axis_name)
         gated = (normed + skip.astype(normed.dtype) * activated) * nn.silu(gate)

@@ -75,7 +75,7 @@ class XLSTM(nn.Module):
             config.remat,
             name="block_stack",
         )
-        x, states = stack(x, states, Context(document_borders, pos_idx, train, return_state))
+        x, states = stack(x, states, Context(document_borders, pos_idx, train, return_state, last_only))
         head = create_lm_head(config, functools.partial(create_norm, config, config.norm))
         result = head(x[:, -1:] if last_only else x, targets, embedding if config.tie_weights else None)
         return (result, states) if return_state else result

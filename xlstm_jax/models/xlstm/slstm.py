@@ -67,6 +67,7 @@ class SLSTMLayer(SplitModule):
             axis_name,
         )
         hidden, cell = self._run_cell(gates, recurrent.astype(dtype), state.cell, context)
+        hidden = context.asked_for(hidden)
         hidden = nn.Dropout(config.dropout_rate, deterministic=not context.train)(hidden.astype(dtype))
         normed = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, name="multihead_norm")(hidden)
         sow_spread(self, h_state=hidden, h_state_norm=normed)
