@@ -106,6 +106,19 @@ def test_the_chunk_size_changes_nothing(chunk_size):
     assert_close(actual, expected, dtype="float64")
 
 
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_how_much_was_forgotten_long_ago_does_not_make_what_is_kept_inexact(has_documents, key):
+    spec, middle = ArgSpec(1, 2048, 2, 8, 8, igate_mean=-10.0), 1024
+    *inputs, fgate = spec.arguments(key)
+    inputs = *inputs, fgate + jnp.where(jnp.arange(2048) < middle, -6.0, 5.0)[:, None]
+    resets = (jnp.arange(2048) == middle)[None] if has_documents else None
+    actual = compiled(*inputs, resets=resets, chunk_size=64, backend="chunkwise")
+    with jax.enable_x64(True):
+        expected = compiled(*(x.astype("float64") for x in inputs), resets=resets, backend="reference")
+    kept = slice(middle + 64, None)
+    assert_close_by_norm({"hidden": actual[:, kept]}, {"hidden": expected[:, kept]}, relative=1e-5)
+
+
 @pytest.mark.parametrize("border", [1, 8, 13])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_split_sequence_gives_the_same_result_as_a_whole_one(form, border, float64, key):

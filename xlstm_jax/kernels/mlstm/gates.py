@@ -83,11 +83,12 @@ def chunk_gates(
     cumulative = scan(log_forget, "sum", unroll=unroll_scans)
     kept = only(reads_state, cumulative, -jnp.inf)
     before, stabilizer = _stabilizers(cumulative, floor, document, kept, initial, unroll_scans)
-    left = kept + before[..., None] - stabilizer
-    right = cumulative[..., -1:] - cumulative + log_input - stabilizer[..., -1:]
-    from_state, to_state = jnp.exp(left), only(reaches_end, jnp.exp(right))
-    row, column = cumulative - stabilizer, log_input - cumulative
-    return ChunkGates(row, column, mask, from_state, to_state, from_state[..., -1], stabilizer, document)
+    # A memory is written in the units in which the next chunk reads it, to the last bit: see `_carried`.
+    after = jnp.concatenate([before[1:], stabilizer[-1:, ..., -1]])
+    right = cumulative[..., -1:] - cumulative + log_input - after[..., None]
+    from_state, to_state = jnp.exp(kept + before[..., None] - stabilizer), only(reaches_end, jnp.exp(right))
+    row, column, carry = cumulative - stabilizer, log_input - cumulative, jnp.exp(kept[..., -1] + before - after)
+    return ChunkGates(row, column, mask, from_state, to_state, carry, stabilizer, document)
 
 
 def _stabilizers(cumulative, floor, document, kept, initial, unroll):
@@ -103,7 +104,8 @@ def _carried(initial, decay, crossed, within, unroll):
     """Compute `x[0] = initial` and `x[n + 1] = max(x[n] + decay[n], within[n])`, chunks that are not `crossed` cut off.
 
     Not in a loop, which costs a GPU more than everything else about the gates. The sum of decays between two chunks is
-    a difference of sums from the first: its rounding may move the units of a memory, but not what is stored in it.
+    a difference of sums from the first, whose rounding grows with the sequence: it moves the units of a memory, but not
+    what is stored in it, as long as the chunk before and the chunk after a border take the same number for them.
     """
 
     def by_chunk(first: jax.Array, others: jax.Array) -> jax.Array:
