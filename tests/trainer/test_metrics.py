@@ -120,9 +120,18 @@ def test_the_first_update_has_the_structure_and_dtypes_of_all_later_ones():
     assert first == later
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(first))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(first)} == {"float32", "int32"}
-    assert first["float count"]["mean"]["count"].dtype == jnp.float32
-    assert first["python float"]["mean"]["count"].dtype == jnp.int32
+    assert first["float count"]["single"]["count"].dtype == jnp.float32
+    assert first["python float"]["single"]["count"].dtype == jnp.int32
     assert set(first["half"]["std"]) == {"value", "value2", "count"}
+
+
+def test_means_over_more_tokens_than_integers_count_are_right():
+    count = 4_194_304
+    step = {"loss": {"value": 3 * count, "count": count}, "tokens": count}
+    add = jax.jit(lambda metrics: update_metrics(metrics, step, ["mean"]))
+    metrics = functools.reduce(lambda metrics, _: add(metrics), range(600), None)
+    _, numbers = get_metrics(metrics)
+    assert numbers == pytest.approx({"loss_mean": 3.0, "tokens_mean": count}, rel=1e-5)
 
 
 def test_a_scan_over_steps_gives_what_a_loop_gives():

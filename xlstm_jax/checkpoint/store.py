@@ -60,6 +60,7 @@ class CheckpointStore:
         self.read_only = read_only
         self._opened: ocp.CheckpointManager | None = None
         self._metrics: dict[int, dict[str, Any]] = {}  # of all checkpoints, from the oldest to the newest
+        self._own: set[int] = set()  # the steps of the run that this store belongs to
         self._last_number = 0
         self._unfinished: int | None = None
 
@@ -130,6 +131,14 @@ class CheckpointStore:
         if step in self._metrics:
             LOGGER.warning("Replacing %s: it is from before this run came to this step.", self.path(step))
             self._delete([step])
+        if not self._own and self._metrics:
+            LOGGER.warning(
+                "%s holds checkpoints of an earlier run, of the steps %s: they stay beside those of this one. To go on "
+                "with that run, load it first.",
+                self.folder,
+                sorted(self._metrics),
+            )
+        self._own.add(step)
         self._last_number += 1
         metadata = {
             "version": VERSION,
@@ -210,6 +219,10 @@ class CheckpointStore:
             stored = self._manager().restore(step, args=ocp.args.Composite(**arguments))
         return {name: layout.from_canonical(stored[name], tree, stacks) for name, tree in targets.items()}
 
+    def adopt(self) -> None:
+        """Take the checkpoints that are there for those of this run, which goes on with them: old ones are dropped."""
+        self._own.update(self.steps())
+
     def wait(self) -> None:
         """Wait until the last checkpoint is written; then drop those that are not to be kept."""
         manager = self._manager()
@@ -288,7 +301,8 @@ class CheckpointStore:
             ) from error
 
     def _drop_old(self) -> None:
-        if dropped := self.retention.dropped(list(self._metrics), self._metrics):
+        own = {step: metrics for step, metrics in self._metrics.items() if step in self._own}
+        if dropped := self.retention.dropped(list(own), own):
             self._delete(dropped)
 
     def _delete(self, steps: Sequence[int]) -> None:

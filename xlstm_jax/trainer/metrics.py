@@ -181,6 +181,8 @@ def _to_sums(mode: str, value: jax.Array, count: jax.Array) -> Sums:
         return {"value": value, "count": count}
     is_counted = count != 0
     if mode in ("mean", "mean_nopostfix"):
+        # Sums of integers would overflow after two thousand million tokens, and means turn negative.
+        value, count = value.astype(jnp.float32), count.astype(jnp.float32)
         return {"value": jnp.where(is_counted, value, jnp.zeros_like(value)), "count": count}
     ratio = _ratio(value, count, otherwise=0.0)
     once = {"value": ratio, "count": is_counted.astype(count.dtype)}
@@ -229,7 +231,7 @@ def _finish(key: str, mode: str, sums: Mapping[str, Any]) -> Any:
     divisor = np.where(count == 0, 1, count)
     if mode == "std":
         return _to_python(_standard_deviation(value, np.asarray(sums["value2"]), divisor))
-    return _to_python(np.where(count == 0, 0.0, value / divisor))
+    return _to_python(np.where(count == 0, 0.0, value / divisor.astype(np.float64)))
 
 
 def _standard_deviation(value: np.ndarray, value2: np.ndarray, count: np.ndarray) -> np.ndarray | np.generic:

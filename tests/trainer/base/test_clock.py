@@ -97,6 +97,15 @@ def test_a_heartbeat_says_how_far_a_run_is(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["heartbeat.json"]
 
 
+def test_a_heartbeat_that_cannot_be_written_is_said_once_and_ends_nothing(tmp_path, caplog):
+    (tmp_path / "heartbeat.tmp").mkdir()
+    heartbeat = Heartbeat(tmp_path / "heartbeat.json")
+    for step in range(3):
+        heartbeat._last = -100.0
+        heartbeat.beat(step, 1.0)
+    assert caplog.text.count("could not be written") == 1
+
+
 def test_a_heartbeat_may_have_no_file_or_a_broken_one(tmp_path):
     (tmp_path / "heartbeat.json").write_text("{")
     for path in (None, tmp_path / "absent.json", tmp_path / "heartbeat.json"):

@@ -3,12 +3,13 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from trainer.runs import TokenLoader, losses, make_trainer, whole_state
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.trainer.base.guard import BadStepConfig
+from xlstm_jax.trainer.base.guard import BadStepConfig, GuardState, judge
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 from xlstm_jax.trainer.llm.trainer import LLMTrainer
 
@@ -143,6 +144,31 @@ def test_a_rollback_needs_a_loader_that_can_go_back(tmp_path):
     )
     with pytest.raises(ValueError, match="needs `get_state` and `set_state`"):
         trainer.train_model([next(TokenLoader(trainer.mesh))], num_epochs=1)
+
+
+def test_a_rollback_needs_checkpoints_that_say_where_the_data_was(tmp_path):
+    checkpoints = ModelCheckpointConfig(every_n_steps=1, save_dataloader_state=False)
+    trainer = make_trainer(path=tmp_path, bad_steps=BadStepConfig(policy="rollback"), callbacks=[checkpoints])
+    with pytest.raises(ValueError, match="checkpoints need save_dataloader_state"):
+        trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=1)
+
+
+@pytest.mark.parametrize(("loss", "is_bad"), [(-100.0, False), (-90.0, False), (110.0, True)])
+def test_a_negative_loss_is_bad_only_where_it_jumps(loss, is_bad):
+    config = BadStepConfig(loss_spike_factor=3.0, spike_warmup_steps=2)
+    zero = jnp.int32(0)
+    guard = GuardState(zero + 10, zero, zero, jnp.float32(-100.0), jnp.float32(1.0))
+    given = {"step": zero, "loss": jnp.float32(loss), "grad_norm": jnp.float32(1.0), "axis_names": ("dp",)}
+    run = jax.vmap(lambda _: judge(guard, config, **given)[0].is_bad, axis_name="dp")
+    assert bool(run(jnp.zeros(1))[0]) == is_bad
+
+
+def test_the_learning_rate_that_is_logged_is_that_of_the_update(tmp_path):
+    trainer = make_trainer(path=tmp_path, trainer_class=FragileTrainer)
+    train(trainer, 3)
+    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=4)
+    expected = [float(trainer.lr_scheduler(update)) for update in (0, 1, 2, 3)]
+    np.testing.assert_allclose([losses(tmp_path, "lr")[step] for step in (1, 2, 3, 4)], expected, rtol=1e-6)
 
 
 def test_a_skipped_step_is_no_row_of_zeros(tmp_path, caplog):

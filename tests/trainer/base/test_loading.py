@@ -6,6 +6,7 @@ import pytest
 from meshes import make_mesh, unboxed_tree
 from trainer.runs import SGD, SizedTokenLoader, TokenLoader, make_trainer, model_config, whole_state
 
+from xlstm_jax.trainer.base.guard import BadStepConfig
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 from xlstm_jax.trainer.callbacks.ema import ParameterEMAConfig
 from xlstm_jax.trainer.llm.trainer import LLMTrainer
@@ -37,6 +38,38 @@ def test_a_trainer_is_built_from_a_checkpoint_alone(run):
     assert trainer.global_step == 4
     batch = next(TokenLoader(trainer.mesh))
     assert float(trainer.eval_step(trainer.state, batch, None)["loss"]["mean_nopostfix"]["value"]) > 0
+
+
+def test_a_trainer_is_built_from_a_checkpoint_of_a_run_that_could_roll_back(tmp_path):
+    trainer = make_trainer(
+        path=tmp_path, bad_steps=BadStepConfig(policy="rollback"), callbacks=[ModelCheckpointConfig(every_n_steps=1)]
+    )
+    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=1)
+    assert_equal(whole_state(LLMTrainer.load_from_checkpoint(tmp_path)), whole_state(trainer))
+
+
+def test_the_last_validation_of_a_run_is_made_up_for(tmp_path):
+    class StoppedError(Exception):
+        pass
+
+    def build():
+        trainer = make_trainer(path=tmp_path, callbacks=[ModelCheckpointConfig()], check_val_every_n_epoch=1)
+        return trainer, TokenLoader(trainer.mesh), SizedTokenLoader(trainer.mesh, seed=1, num_batches=1)
+
+    def interrupt(epoch_idx, step_idx):
+        if step_idx == 3:
+            raise StoppedError
+
+    trainer, train_loader, val_loader = build()
+    trainer.callbacks[0].on_validation_epoch_end = lambda metrics, epoch_idx, step_idx: interrupt(epoch_idx, step_idx)
+    with pytest.raises(StoppedError):
+        trainer.train_model(train_loader, val_loader, num_train_steps=3, steps_per_epoch=2)
+    trainer, train_loader, val_loader = build()
+    trainer.load_model()
+    trainer.load_data_loaders(train_loader=train_loader)
+    results = trainer.train_model(train_loader, val_loader, num_train_steps=3, steps_per_epoch=2)
+    assert list(results) == ["val_epoch_2"]
+    assert trainer.callbacks[0].has_metrics(3)
 
 
 def test_a_trainer_is_built_on_another_mesh(run):

@@ -16,6 +16,7 @@ from xlstm_jax.checkpoint.store import CheckpointNotFoundError
 from xlstm_jax.common_types import TrainState
 from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, ModelCheckpointConfig, load_pretrained_model
+from xlstm_jax.trainer.callbacks.checkpointing import check_folders
 from xlstm_jax.trainer.callbacks.saved_run import restore_callbacks
 from xlstm_jax.trainer.data_module import DataloaderModule
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
@@ -277,6 +278,35 @@ def test_a_run_that_starts_again_replaces_what_it_finds(trainer):
     again.on_training_end()
     assert saved_value(again, 2) == -5
     again.finalize()
+
+
+def test_a_new_run_in_an_old_folder_keeps_what_it_did_not_write(trainer, caplog):
+    callback = checkpoint(trainer)
+    train(trainer, callback, 8)
+    callback.finalize()
+    again = checkpoint(trainer, every_n_steps=1)
+    train(trainer, again, 3)
+    assert again.store.steps() == [3, 8]
+    assert "holds checkpoints of an earlier run, of the steps [8]" in caplog.text
+    again.finalize()
+
+
+def test_a_run_that_goes_on_drops_what_it_wrote_before(trainer):
+    callback = checkpoint(trainer)
+    train(trainer, callback, 2)
+    callback.finalize()
+    again = checkpoint(trainer)
+    again.load_model()
+    train(trainer, again, 1, start=2)
+    assert again.store.steps() == [3]
+    again.finalize()
+
+
+def test_two_callbacks_do_not_write_into_one_folder(trainer, tmp_path):
+    first, second = checkpoint(trainer, every_n_steps=2), checkpoint(trainer, monitor="loss")
+    with pytest.raises(ConfigError, match=r"Two ModelCheckpointConfigs write into .*checkpoints: use one"):
+        check_folders([first, second])
+    check_folders([first, checkpoint(trainer, log_path=tmp_path / "best")])
 
 
 def test_a_run_that_went_back_saves_its_steps_anew(trainer):

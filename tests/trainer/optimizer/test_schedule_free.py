@@ -8,7 +8,9 @@ from flax import linen as nn
 from meshes import make_mesh, on_mesh, unboxed_tree
 from tolerances import assert_close
 from trainer.optimizer.layouts import LAYOUTS, boxed, params_and_gradients
+from trainer.runs import SGD, SizedTokenLoader, TokenLoader, make_trainer
 
+from xlstm_jax.trainer.callbacks.ema import ParameterEMAConfig
 from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig, build_optimizer, get_eval_params
 
 CONFIG = OptimizerConfig(
@@ -51,3 +53,38 @@ def test_parameters_to_evaluate_with_do_not_depend_on_the_mesh():
     specs = nn.get_partition_spec(boxed(params, layout))
     sharded = on_mesh(eval_params_after_steps, make_mesh(**layout.mesh), (specs,), specs)(boxed(params, layout))
     assert_close(unboxed_tree(sharded), expected)
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    """A trainer after five steps."""
+    optimizer = OptimizerConfig(name="schedule_free_adamw", scheduler=SchedulerConfig(lr=0.05))
+    trainer = make_trainer(optimizer=optimizer, callbacks=[ParameterEMAConfig(decay=0.5)])
+    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=5)
+    return trainer
+
+
+def loss_of(trainer):
+    return trainer.eval_model(SizedTokenLoader(trainer.mesh, seed=1, num_batches=1), mode="val", epoch_idx=0)["loss"]
+
+
+def test_a_trainer_evaluates_the_average(trainer):
+    plain = make_trainer(optimizer=SGD)
+    plain.restore_model({"params": get_eval_params(trainer.state.opt_state, trainer.state.params)})
+    assert loss_of(trainer) == pytest.approx(loss_of(plain), rel=1e-6)
+    plain.restore_model({"params": trainer.state.params})
+    assert loss_of(trainer) != pytest.approx(loss_of(plain), rel=1e-4)
+
+
+def test_a_moving_average_takes_the_place_of_the_average(trainer):
+    average = trainer.callbacks[0]
+    with average.swapped():
+        assert_close(get_eval_params(trainer.state.opt_state, trainer.state.params), average.params)
+
+
+def test_a_run_that_starts_from_other_parameters_does_not_go_back_to_its_own(trainer):
+    other = make_trainer(optimizer=trainer.optimizer_config, seed=7)
+    other.restore_model({"params": trainer.state.params})
+    assert_close(get_eval_params(other.state.opt_state, other.state.params), trainer.state.params)
+    other.train_model(TokenLoader(other.mesh), num_train_steps=1)
+    assert int(other.state.step) == 1

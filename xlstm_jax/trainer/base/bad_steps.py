@@ -51,6 +51,8 @@ class BadStepHandling(CheckpointLoading):
             return
         if not is_resumable(train_loader):
             raise ValueError("To roll back, the train loader needs `get_state` and `set_state`.")
+        if not checkpoints.config.save_dataloader_state:
+            raise ValueError("To roll back, checkpoints need save_dataloader_state: the data goes back too.")
         checkpoints.save_state(self.global_step)
 
     def _roll_back(self, train_loader: DataIterator) -> None:

@@ -3,12 +3,15 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+LOGGER = logging.getLogger(__name__)
 
 USEFUL = "step"
 """The activity that a run is for: all time that no other activity claims."""
@@ -122,8 +125,12 @@ class Heartbeat:
             return
         self._last = now
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"step": step, "elapsed": elapsed, "time": time.time()}))
-        os.replace(temporary, self.path)
+        try:
+            temporary.write_text(json.dumps({"step": step, "elapsed": elapsed, "time": time.time()}))
+            os.replace(temporary, self.path)
+        except OSError as error:  # A full disk does not end a run.
+            LOGGER.warning("%s could not be written, and is not tried again: %s", self.path, error)
+            self.path = None
 
     def read(self) -> dict[str, Any]:
         """Return what was last written; nothing if there is no such file."""

@@ -106,7 +106,7 @@ def judge(
         (config.loss_spike_factor, config.grad_norm_spike_factor), averages, strict=True
     ):
         if factor is not None:
-            is_bad |= is_warm & (value > factor * average)
+            is_bad |= is_warm & (value - average > (factor - 1) * jnp.abs(average))  # A loss may be negative.
     is_bad = lax.pmax(is_bad.astype(jnp.int32), axis_names) > 0
     is_frozen = (guard.first_bad > 0) & (config.policy != "skip")
     verdict = Verdict(is_bad & ~is_frozen, is_frozen)

@@ -25,6 +25,7 @@ from xlstm_jax.trainer.callbacks.checkpointing import ModelCheckpoint, load_pret
 from xlstm_jax.trainer.callbacks.saved_run import named_loaders, restore_callbacks
 from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
+from xlstm_jax.trainer.optimizer.schedule_free import started_from
 from xlstm_jax.utils.partitioned import is_partitioned, reboxed, unboxed
 
 LOGGER = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class CheckpointLoading:
                 if state_dict.get(name) is not None
             }
         )
+        if state_dict.get("opt_state") is None:
+            self.state = self.state.replace(opt_state=started_from(self.state.opt_state, self.state.params))
         self.global_step = int(self.state.step)
         self.num_drawn = self.global_step
         self.train_metrics = self._saved_train_metrics = self._validated_step = None
@@ -193,7 +196,9 @@ class CheckpointLoading:
         if (latest := store.latest()) is None:
             raise ValueError(f"There is no checkpoint in {store.folder}.")
         metadata = store.read_metadata(latest)
-        trainer_dict = {key: value for key, value in metadata["trainer"].items() if key not in ("logger", "callbacks")}
+        # What only a training run needs: to roll back, say, takes the callback that saves.
+        left_out = ("logger", "callbacks", "bad_steps")
+        trainer_dict = {key: value for key, value in metadata["trainer"].items() if key not in left_out}
         config = ConfigDict.from_dict(cls.config_class, {**trainer_dict, "logger": None})
         if exmp_input is None:
             num_devices = jax.device_count() if mesh is None else mesh.size

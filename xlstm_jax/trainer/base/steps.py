@@ -22,6 +22,8 @@ from xlstm_jax.distributed.single_gpu import accumulate_gradients
 from xlstm_jax.trainer.base.guard import BadStepConfig, BadStepPolicy, Verdict, judge, select
 from xlstm_jax.trainer.base.param_utils import get_grad_norms, get_param_norms, get_sharded_global_norm
 from xlstm_jax.trainer.metrics import reduce_step_metrics, update_metrics
+from xlstm_jax.trainer.optimizer.optimizer import count_updates
+from xlstm_jax.trainer.optimizer.schedule_free import get_eval_params
 from xlstm_jax.trainer.user_functions import describe, gather_rows, with_accepted
 from xlstm_jax.utils.partitioned import is_partitioned, reboxed, unboxed
 from xlstm_jax.utils.pytree_utils import flatten_pytree
@@ -120,8 +122,7 @@ def train_step(
     objective: Any = step_metrics.pop(OBJECTIVE)
     step_metrics |= _norm_metrics(gradients, new_state.params, logging)
     if logging.schedule is not None:
-        num_updates = state.step - (0 if state.guard is None else state.guard.num_bad)
-        lr = jnp.asarray(logging.schedule(num_updates), jnp.float32)
+        lr = jnp.asarray(logging.schedule(count_updates(state.opt_state, otherwise=state.step)), jnp.float32)
         step_metrics["lr"] = {"value": lr, "log_modes": ["mean_nopostfix"]}
     if bad_steps is None or state.guard is None:
         return new_state, update_metrics(metrics, step_metrics, logging.default_modes)
@@ -172,7 +173,8 @@ def eval_step(
     loss = _reporting(
         with_accepted(loss_function, train=False, mutable_variables=state.mutable_variables, whole=whole), whole
     )
-    _, (step_metrics, _) = loss(state.params, state.apply_fn, batch, jax.random.PRNGKey(seed))
+    params = get_eval_params(getattr(state, "opt_state", ()), state.params)
+    _, (step_metrics, _) = loss(params, state.apply_fn, batch, jax.random.PRNGKey(seed))
     del step_metrics[OBJECTIVE]
     return update_metrics(metrics, reduce_step_metrics(step_metrics, axis_names), EVALUATION_LOG_MODES)
 

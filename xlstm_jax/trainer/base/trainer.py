@@ -36,6 +36,7 @@ from xlstm_jax.trainer.base.signals import Interrupts, TrainingInterrupted
 from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
 from xlstm_jax.trainer.base.validation import Validation
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
+from xlstm_jax.trainer.callbacks.checkpointing import check_folders
 from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
@@ -203,6 +204,7 @@ class TrainerModule(Validation):
         self.callbacks: list[Callback] = []
         for config in callback_configs:
             self.callbacks.append(config.create(trainer=self, data_module=None))
+        check_folders(self.callbacks)
         config = self.trainer_config
         if config.check_for_nan and config.bad_steps.policy == "rollback" and self._checkpoints() is None:
             raise ConfigError("To roll back, a run needs checkpoints: add a ModelCheckpointConfig to its callbacks.")

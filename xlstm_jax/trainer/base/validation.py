@@ -31,7 +31,7 @@ class Validation(Evaluation, BadStepHandling):
         epoch_idx = plan.epoch_at(self.num_drawn - 1, self.num_epochs_finished)
         if self._is_due(step, config.check_val_every_n_steps):
             results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
-        elif self._epoch_idx(plan) > epoch_idx and self._is_due(epoch_idx, config.check_val_every_n_epoch):
+        elif self._has_ended(plan, epoch_idx) and self._is_due(epoch_idx, config.check_val_every_n_epoch):
             results[f"val_epoch_{epoch_idx}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
 
     def _validate_once(self, val_loader: DataLoaders, epoch_idx: int, results: dict[str, Any]) -> dict[str, Any]:
@@ -41,6 +41,10 @@ class Validation(Evaluation, BadStepHandling):
             LOGGER.warning("Step %d was validated already: epoch %d has its metrics.", self.global_step, epoch_idx)
             return known
         return self._eval_model_in_train_loop(val_loader, epoch_idx)
+
+    def _has_ended(self, plan: Plan, epoch_idx: int) -> bool:
+        """Tell whether an epoch is over: with its last batch, or with the run."""
+        return self._epoch_idx(plan) > epoch_idx or self.global_step >= plan.num_train_steps
 
     def _epoch_idx(self, plan: Plan) -> int:
         """Return the index of the epoch that the next batch belongs to."""

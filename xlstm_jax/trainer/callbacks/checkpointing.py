@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +210,7 @@ class ModelCheckpoint(Callback):
                 "load_pretrained_model(..., load_optimizer=False)."
             )
         state = saved_run.load_run(self.store, step, self.trainer, free=delete_params_before_loading)
+        self.store.adopt()
         self._forget_after(step)
         self._current.add(step)
         self._loaded = step
@@ -251,6 +252,16 @@ class ModelCheckpoint(Callback):
         """Count the time of a block for checkpoints, if the trainer has a clock."""
         clock = getattr(self.trainer, "clock", None)
         return contextlib.nullcontext() if clock is None else clock.measure("checkpoint")
+
+
+def check_folders(callbacks: Sequence[Callback]) -> None:
+    """Refuse two callbacks that would write and delete the same checkpoints."""
+    folders = [callback.store.folder for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    if len(set(folders)) < len(folders):
+        raise ConfigError(
+            f"Two ModelCheckpointConfigs write into {folders[0]}: use one, which may save every_n_steps and monitor a "
+            "metric too, or give each a log_path of its own."
+        )
 
 
 def load_pretrained_model(

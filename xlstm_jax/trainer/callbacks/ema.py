@@ -13,6 +13,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule, kept_in_place
+from xlstm_jax.trainer.optimizer.schedule_free import started_from
 from xlstm_jax.utils.partitioned import map_unboxed
 
 ITEM = "ema_params"
@@ -76,7 +77,8 @@ class ParameterEMA(Callback):
     def swapped(self) -> Iterator[None]:
         """Let the average be the parameters of the trainer for the time of a block, which must not train."""
         state = self.trainer.state
-        self.trainer.state = state.replace(params=map_unboxed(_placed_like, state.params, self.params))
+        params = map_unboxed(_placed_like, state.params, self.params)
+        self.trainer.state = state.replace(params=params, opt_state=started_from(state.opt_state, params))
         try:
             yield
         finally:

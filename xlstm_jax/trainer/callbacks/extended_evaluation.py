@@ -23,6 +23,7 @@ from xlstm_jax.distributed.array_utils import axis_index
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule, kept_in_place
 from xlstm_jax.trainer.metrics import aggregate_metrics, get_metrics, reduce_step_metrics, update_metrics
+from xlstm_jax.trainer.optimizer.schedule_free import get_eval_params
 from xlstm_jax.trainer.placement import compile_step, on_mesh, zeros_on_mesh
 from xlstm_jax.trainer.user_functions import describe, gather_rows, with_accepted
 
@@ -52,12 +53,12 @@ class EvalState(struct.PyTreeNode):
 
     @classmethod
     def from_train_state(cls, *, train_state: TrainState) -> "EvalState":
-        """Take over what a train state has of it, without copies."""
+        """Take over what a train state has of it; the parameters are those that its optimizer evaluates with."""
         return cls(
             step=train_state.step,
             rng=train_state.rng,
             apply_fn=train_state.apply_fn,
-            params=train_state.params,
+            params=get_eval_params(train_state.opt_state, train_state.params),
             mutable_variables=train_state.mutable_variables,
         )
 
@@ -222,7 +223,7 @@ class ExtendedEvaluation(Callback):
             step_metrics = _checked(evaluate(state.params, state.apply_fn, rows, key))
             return update_metrics(metrics, device_metrics_aggregation(trainer, step_metrics))
 
-        specs = EvalState.from_train_state(train_state=trainer.state_partition_specs)
+        specs = EvalState.from_train_state(train_state=trainer.state_partition_specs.replace(opt_state=()))
         step_on_mesh = on_mesh(device_step, trainer.mesh, (specs, trainer.batch_partition_specs, P()), P())
 
         def step(state: EvalState | TrainState, batch: Batch, metrics: Metrics | None) -> ImmutableMetrics:

@@ -78,7 +78,7 @@ class ChunkReader:
         self._chunk_size = chunk_size
         num_parts = trainer.mesh.shape[trainer.data_axis_name] * trainer.mesh.shape[trainer.fsdp_axis_name]
         self._rows_per_device = num_rows // num_parts
-        states = EvalState.from_train_state(train_state=trainer.state_partition_specs)
+        states = EvalState.from_train_state(train_state=trainer.state_partition_specs.replace(opt_state=()))
         rows, per_device = trainer.batch_partition_specs, P(trainer.axis_names)
         init = on_mesh(self._init_on_device, trainer.mesh, (states,), per_device)
         read = on_mesh(self._read_on_device, trainer.mesh, (states, rows, per_device), (P(), per_device))

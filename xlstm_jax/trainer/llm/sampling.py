@@ -11,6 +11,7 @@ from xlstm_jax.distributed.array_utils import fold_rng_over_axis
 from xlstm_jax.distributed.data_parallel import gather_params
 from xlstm_jax.inference.generate import generate
 from xlstm_jax.inference.sampling import greedy_sampling, temperature_sampling
+from xlstm_jax.trainer.optimizer.schedule_free import get_eval_params
 from xlstm_jax.trainer.user_functions import model_takes
 
 __all__ = ["generate_tokens", "greedy_sampling", "temperature_sampling"]
@@ -53,7 +54,7 @@ def generate_tokens(
     """
     prefix_tokens = jnp.atleast_2d(prefix_tokens)
     prefix_mask = None if prefix_mask is None else jnp.atleast_2d(prefix_mask)
-    params = state.params
+    params = get_eval_params(getattr(state, "opt_state", ()), state.params)
     if param_dtype is not None:
         params = jax.tree.map(lambda x: x.astype(param_dtype), params)
     if gather_params_once:

@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import optax
+from jax.typing import ArrayLike
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.configs import ConfigDict, ConfigError
@@ -123,6 +125,17 @@ def build_optimizer(optimizer_config: OptimizerConfig) -> tuple[optax.GradientTr
     before, after = build_gradient_transformations(optimizer_config)
     optimizer = build_optimizer_function(optimizer_config, schedule)
     return optax.chain(*before, optimizer, *after), schedule
+
+
+def count_updates(opt_state: optax.OptState, *, otherwise: ArrayLike) -> ArrayLike:
+    """Return how many updates an optimizer has made, by which it asks its schedule.
+
+    Args:
+        opt_state: Its state.
+        otherwise: The number if the state does not tell.
+    """
+    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState))
+    return next((state.count for state in states if isinstance(state, optax.ScaleByScheduleState)), otherwise)
 
 
 def build_optimizer_function(

@@ -1,8 +1,10 @@
 """Schedule-free AdamW (Defazio et al., 2024): an average of the weights takes the place of a decaying learning rate."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -29,7 +31,7 @@ def schedule_free_adamw(
         mask: Function from the parameters to a tree of booleans, True where weights decay.
 
     Returns:
-        The optimizer. Models are evaluated with `get_eval_params`.
+        The optimizer. Trainers evaluate models with `get_eval_params`.
     """
     adamw_without_momentum = optax.chain(
         optax.scale_by_rms(decay=beta2, eps=eps, eps_in_sqrt=False, bias_correction=True),
@@ -53,6 +55,18 @@ def get_eval_params(opt_state: optax.OptState, params: PyTree) -> PyTree:
         if _is_schedule_free(state):
             return optax.contrib.schedule_free_eval_params(state, params)
     return params
+
+
+def started_from(opt_state: optax.OptState, params: PyTree) -> optax.OptState:
+    """Return the state of an optimizer whose parameters were replaced from outside.
+
+    A schedule-free one keeps a second copy of them, and would go back to it. All others are as they were.
+    """
+
+    def start(state: Any) -> Any:
+        return state._replace(z=jax.tree.map(jnp.copy, params)) if _is_schedule_free(state) else state
+
+    return jax.tree.map(start, opt_state, is_leaf=_is_schedule_free)
 
 
 def _is_schedule_free(state: object) -> bool:
