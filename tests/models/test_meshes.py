@@ -5,13 +5,17 @@ import functools
 import jax
 import numpy as np
 import pytest
-from meshes import EXACT
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+from meshes import EXACT, make_mesh
 from models import runs
 from models.runs import MODEL_MESHES, PARALLEL, init, shaken, train_on, train_without_mesh, with_config
 
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.shared.layout import from_canonical, to_canonical
+from xlstm_jax.models.shared.stack import Context
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
+from xlstm_jax.models.xlstm.slstm import SLSTMLayer
 
 MODELS = {
     "xlstm": XLSTM(
@@ -105,3 +109,20 @@ def test_unrolled_blocks_have_the_parameters_of_scanned_ones(name):
     jax.tree.map(np.testing.assert_array_equal, canonical, unrolled)
     back = from_canonical(canonical, model.config.kinds, scan=True)
     jax.tree.map(np.testing.assert_array_equal, back, scanned)
+
+
+def test_heads_on_different_devices_do_not_drop_the_same_units(key):
+    shape = {"vocab_size": 8, "embedding_dim": 32, "num_heads": 2, "num_blocks": 1}
+    config = XLSTMConfig(**shape, block_kinds="slstm", dropout_rate=0.5)
+    layer, is_dropout = SLSTMLayer(config), lambda module, _: isinstance(module, nn.Dropout)
+
+    def dropped(x):
+        variables = layer.init(key, x, None, Context())
+        options = {"rngs": {"dropout": key}, "capture_intermediates": is_dropout, "mutable": ["intermediates"]}
+        _, seen = layer.apply(variables, x, None, Context(train=True), **options)
+        return seen["intermediates"]["Dropout_0"]["__call__"][0] == 0
+
+    x, heads = jax.random.normal(key, (2, 16, 32)), P(None, None, "tp")
+    run = jax.shard_map(dropped, mesh=make_mesh(tp=2), in_specs=P(), out_specs=heads, check_vma=False)
+    first, second = np.moveaxis(np.asarray(jax.jit(run)(x)), 2, 0)
+    assert 0.4 < np.mean(first == second) < 0.6

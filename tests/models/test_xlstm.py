@@ -110,6 +110,31 @@ def test_for_the_last_logits_the_last_block_computes_one_position_once_its_cell_
     assert whole - last == 2 * numbers * (TOKENS.size - len(TOKENS))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"targets": TARGETS.T}, r"targets has shape \(13, 2\), but tokens has shape \(2, 13\)"),
+        ({"document_borders": TOKENS[:, :4]}, r"document_borders has shape \(2, 4\)"),
+        ({"targets": TARGETS, "last_only": True}, "Losses are those of all positions"),
+    ],
+)
+def test_arrays_that_do_not_belong_to_the_tokens_are_refused(options, message):
+    model, variables, _ = ready("mlstm")
+    with pytest.raises(ValueError, match=message):
+        model.apply(variables, TOKENS, **options)
+
+
+@pytest.mark.parametrize("kind", ["mlstm", "mixed"])
+def test_a_model_in_float64_goes_on_from_its_own_state(kind):
+    with jax.enable_x64(True):
+        model = with_config(XLSTM(KINDS[kind]), dtype="float64", param_dtype="float64", gate_dtype="float64")
+        variables = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :2])
+        apply = jax.jit(functools.partial(model.apply, return_state=True))
+        _, state = apply(variables, TOKENS[:, :5])
+        second, _ = apply(variables, TOKENS[:, 5:], state=state)
+        assert_close(second, apply(variables, TOKENS)[0][:, 5:], dtype="float64")
+
+
 @of_kinds
 def test_packed_documents_give_the_logits_of_separate_ones(kind):
     _, variables, apply = ready(kind)

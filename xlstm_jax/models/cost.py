@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from xlstm_jax.kernels.mlstm.state import state_dtype
 from xlstm_jax.kernels.products import WIDTH
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 
-STATE_ITEMSIZE = 4
-"""Bytes of a number in the memories of mLSTM and sLSTM, which are float32, and in the counters of Llama's cache."""
+COUNTER_ITEMSIZE = 4
+"""Bytes of a counter in Llama's cache."""
 
 UNCOUNTABLE = {
     "conv_general_dilated",
@@ -238,7 +239,7 @@ def _slstm_block(config: XLSTMConfig, length: int) -> _Part:
             _vectors(dim, 4 * dim, dim, dim),
             _conv(config, dim),
             *(_block_diagonal(length, dim, head_dim) for _ in "ifzo"),
-            _slstm_cell(length, dim, head_dim),
+            _slstm_cell(length, dim, head_dim, state_dtype(config.gate_dtype).itemsize),
             _feed_forward(length, dim, config.slstm_ffn_dim, config.use_bias),
         ]
     )
@@ -247,7 +248,7 @@ def _slstm_block(config: XLSTMConfig, length: int) -> _Part:
 def _llama_block(config: LlamaConfig, length: int) -> _Part:
     dim, kv_dim = config.embedding_dim, config.kv_heads * config.head_dim
     dense = functools.partial(_dense, length, use_bias=config.use_bias)
-    cache = 2 * config.max_state_length * kv_dim * jnp.dtype(config.dtype).itemsize + 3 * STATE_ITEMSIZE
+    cache = 2 * config.max_state_length * kv_dim * jnp.dtype(config.dtype).itemsize + 3 * COUNTER_ITEMSIZE
     return _total(
         [
             _vectors(dim, *[config.head_dim] * (2 if config.qk_norm else 0), dim),
@@ -283,7 +284,7 @@ def _mlstm_cell(config: XLSTMConfig, length: int, qk_dim: int, v_dim: int) -> _P
     )._replace(
         recomputed_dots=0,
         recomputed_norms=0,
-        state_bytes=STATE_ITEMSIZE * config.num_heads * (qk_dim * v_dim + qk_dim + 1),
+        state_bytes=state_dtype(config.dtype).itemsize * config.num_heads * (qk_dim * v_dim + qk_dim + 1),
     )
 
 
@@ -307,11 +308,11 @@ def _mlstm_products(chunk_size: int, qk_dim: int, v_dim: int) -> tuple[int, int]
     return sum(forward.values()), sum(backward.values())
 
 
-def _slstm_cell(length: int, dim: int, head_dim: int) -> _Part:
+def _slstm_cell(length: int, dim: int, head_dim: int, itemsize: int) -> _Part:
     """The backward pass has three products: pre-activations again, the hidden state's gradient and the kernel's."""
     recurrent = 4 * dim * head_dim
     return _batched(2 * length * recurrent, backward=3 * 2 * length * recurrent)._replace(
-        recomputed_dots=0, recomputed_norms=0, parameters=recurrent, state_bytes=4 * dim * STATE_ITEMSIZE
+        recomputed_dots=0, recomputed_norms=0, parameters=recurrent, state_bytes=4 * dim * itemsize
     )
 
 

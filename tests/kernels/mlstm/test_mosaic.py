@@ -262,6 +262,7 @@ def test_auto_takes_plain_jax_for_few_positions_that_take_more_than_the_kernels(
     assert chosen.value.args == (form, shape[1] if form == "chunkwise" else 64)
 
 
-def test_kernels_compute_in_bfloat16_only():
+def test_kernels_compute_in_bfloat16_only(monkeypatch):
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_problem", lambda: None)
     with pytest.raises(ValueError, match="compute in bfloat16, and this is float32"):
         resolve_backend("mosaic", jnp.float32)

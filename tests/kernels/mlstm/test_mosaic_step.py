@@ -154,6 +154,7 @@ def test_what_the_kernel_cannot_take_is_named(dims, state_dtype, message):
         ((64, 128), "mosaic", 1, "the kernel for Hopper GPUs"),
         ((8, 16), "auto", 0, "plain JAX, as its keys and values have 8 and 16 features"),
         ((64, 128), "chunkwise", 0, "plain JAX, as chunkwise is the backend"),
+        ((80, 160), "mosaic", 0, "plain JAX, as its keys and values have 80 and 160 features"),  # sequences fill up
     ],
 )
 def test_the_api_takes_the_kernel_where_it_fits_and_says_so(dims, backend, num_kernels, message, monkeypatch, caplog):

@@ -68,7 +68,7 @@ def mlstm(
         The hidden states, and the last state if asked for.
     """
     _check(q, k, v, igate, fgate, state, chunk_size)
-    dtype = state_dtype(v)
+    dtype = state_dtype(v.dtype)
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
     b, s, h, qk_dim = q.shape
@@ -99,7 +99,8 @@ def mlstm_step(
 ) -> tuple[Float[Array, "b h v"], MLSTMState]:
     """Run one token through an mLSTM cell: the arguments and results of `mlstm` without the sequence axis.
 
-    `auto` takes the kernel for Hopper GPUs where it can, and `mosaic` always; all other backends step in plain JAX.
+    `auto` takes the kernel for Hopper GPUs where it can, `mosaic` always, but for heads that only sequences fill up;
+    all other backends step in plain JAX.
     """
     dtype = state.memory.dtype
     log_input = log_input_gate(igate.astype(dtype), input_gate)
@@ -113,7 +114,9 @@ def mlstm_step(
             say_once(LOGGER, "mLSTM, token by token: the kernel for Hopper GPUs.")
             hidden, state = mosaic_step(state, q, k, v, log_input, log_forget, eps=eps)
             return hidden.astype(v.dtype), state
-    if backend == "mosaic":
+    qk_dim, v_dim = q.shape[-1], v.shape[-1]
+    is_for_sequences = _is_filled_up(qk_dim, v_dim) and tiling_problem(qk_dim, v_dim) is None
+    if backend == "mosaic" and (hopper_problem() or not is_for_sequences):
         raise ValueError(f"The mLSTM backend 'mosaic' cannot take a token here: {problem}. Choose 'auto'.")
     say_once(LOGGER, f"mLSTM, token by token: plain JAX, as {problem}.")
     q, k = q.astype(dtype), k.astype(dtype)
@@ -152,9 +155,11 @@ def choose_backend(dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: in
 
 def mosaic_problem(dtype: DTypeLike, qk_dim: int, v_dim: int) -> str | None:
     """Return why the kernels for Hopper GPUs cannot compute this here, or `None` if they can."""
+    if problem := hopper_problem():
+        return problem
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the kernels for Hopper GPUs compute in bfloat16, and this is {jnp.dtype(dtype).name}"
-    return hopper_problem() or tiling_problem(qk_dim, v_dim)
+    return tiling_problem(qk_dim, v_dim)
 
 
 def resolve_backend(backend: Backend, dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512) -> Form:

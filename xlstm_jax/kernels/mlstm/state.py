@@ -29,6 +29,6 @@ def empty_state(batch_size: int, num_heads: int, qk_dim: int, v_dim: int, dtype:
     )
 
 
-def state_dtype(x: jax.Array) -> jnp.dtype:
-    """Return the precision of gates, sums and states for inputs like `x`: float32, or that of `x` if it is higher."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+def state_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Return the precision of gates, sums and states for inputs of a precision: float32, or theirs if it is higher."""
+    return jax.dtypes.canonicalize_dtype(jnp.promote_types(dtype, jnp.float32))

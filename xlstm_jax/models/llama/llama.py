@@ -12,7 +12,7 @@ from jax.core import Tracer
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.models.llama.block import TransformerBlock, init_cache
 from xlstm_jax.models.llama.config import LlamaConfig
-from xlstm_jax.models.shared.checks import check_state
+from xlstm_jax.models.shared.checks import check_state, check_tokens
 from xlstm_jax.models.shared.norms import RMSNorm
 from xlstm_jax.models.shared.stack import BlockStack, Context, init_states
 from xlstm_jax.models.shared.vocabulary import create_embedding, create_lm_head
@@ -63,7 +63,10 @@ class LlamaTransformer(nn.Module):
             the state.
         """
         config = self.config
-        self._check(idx, pos_idx, document_borders, state, return_state, targets)
+        check_tokens(idx, pos_idx=pos_idx, document_borders=document_borders, targets=targets)
+        if last_only and targets is not None:
+            raise ValueError("Losses are those of all positions: leave out targets, or last_only.")
+        self._check(idx, state, return_state)
         embedding = create_embedding(config)()
         x = embedding[idx].astype(config.dtype)
         if config.add_embedding_dropout:
@@ -89,13 +92,8 @@ class LlamaTransformer(nn.Module):
         """Return the state before the first token; inside a mesh, that of this device's rows and heads."""
         return init_states(self.config.kinds, self.config.scan_blocks, lambda _: init_cache(self.config, batch_size))
 
-    def _check(self, idx, pos_idx, document_borders, state, return_state, targets) -> None:
-        """Refuse what cannot be right."""
-        if idx.ndim != 2 or 0 in idx.shape:
-            raise ValueError(f"idx has shape {idx.shape}, but must be [batch, length] with at least one token.")
-        for name, x in (("pos_idx", pos_idx), ("document_borders", document_borders), ("targets", targets)):
-            if x is not None and x.shape != idx.shape:
-                raise ValueError(f"{name} has shape {x.shape}, but idx has shape {idx.shape}: they must be the same.")
+    def _check(self, idx, state, return_state) -> None:
+        """Refuse a state that cannot be right."""
         if state is None and not return_state:
             return
         if not self.config.causal:

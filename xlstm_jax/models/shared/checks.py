@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.configs import ConfigError
@@ -50,6 +51,20 @@ def check_parallel(parallel: ParallelConfig) -> None:
             raise ConfigError(f"{field} names {unknown[0]!r}, but the parts of a model are {', '.join(MODULE_NAMES)}.")
     if parallel.tp_async_dense:
         raise ConfigError("tp_async_dense is for layers made by `tp_dense`; those of the models have no ring to hide.")
+    if parallel.pipeline_axis_size != 1:
+        raise ConfigError(
+            f"pipeline_axis_size is {parallel.pipeline_axis_size}, but must be 1: models have no pipeline stages yet, "
+            "so all devices of that axis would compute the same. Use the data, fsdp or model (tensor) axis."
+        )
+
+
+def check_tokens(tokens: jax.Array | np.ndarray, **same_shape: jax.Array | np.ndarray | None) -> None:
+    """Raise unless tokens are `[batch, length]`, at least one, and each further array that is given has their shape."""
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"tokens has shape {tokens.shape}, but must be [batch, length] with at least one token.")
+    for name, x in same_shape.items():
+        if x is not None and x.shape != tokens.shape:
+            raise ValueError(f"{name} has shape {x.shape}, but tokens has shape {tokens.shape}: they must be the same.")
 
 
 def check_state(state: PyTree, expected: PyTree) -> PyTree:

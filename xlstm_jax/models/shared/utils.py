@@ -47,6 +47,7 @@ def add_branch(x: jax.Array, branch: jax.Array) -> jax.Array:
     On GPUs, XLA adds the stream within the branch's last product if both are matrices. Were they arrays with more axes,
     it would first copy the stream.
     """
+    assert x.shape == branch.shape, f"{branch.shape} is added to {x.shape}"
     rows = -1, x.shape[-1]
     return keep((x.reshape(rows) + branch.reshape(rows)).reshape(x.shape), STREAM)
 

@@ -16,6 +16,12 @@ from xlstm_jax.models.shared.stack import RematPolicy
 BlockKind = Literal["mlstm", "mlstm_up", "slstm"]
 BLOCK_KINDS = ("mlstm", "mlstm_up", "slstm")
 
+_COUNTS = (
+    *("vocab_size", "embedding_dim", "num_heads", "num_blocks", "ffn_round_up"),
+    *("conv_kernel_size", "qkv_block_size", "chunk_size", "loss_chunk_size"),
+)
+_POSITIVE = ("norm_eps", "qk_dim_factor", "v_dim_factor", "ffn_proj_factor", "up_proj_factor", "slstm_ffn_factor")
+
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class XLSTMConfig(ConfigDict):
@@ -92,27 +98,43 @@ class XLSTMConfig(ConfigDict):
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self):
-        for name in ("vocab_size", "embedding_dim", "num_heads", "num_blocks", "chunk_size", "loss_chunk_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        self._check_numbers()
         check_literals(self)
         check_float8(self)
         check_dtypes(self, ("dtype", "param_dtype", "gate_dtype", "head_dtype"))
         check_parallel(self.parallel)
-        for name, size in self._sizes_split_by_heads().items():
-            if size % self.num_heads:
-                raise ConfigError(
-                    f"{name} {size} is no multiple of num_heads {self.num_heads}: change embedding_dim "
-                    f"{self.embedding_dim}, num_heads or the factor between them."
-                )
-        if "mlstm_up" in self.kinds and self.inner_dim % self.qkv_block_size:
-            raise ConfigError(f"inner_dim {self.inner_dim} is no multiple of qkv_block_size {self.qkv_block_size}.")
+        self._check_divisions()
         for name in ("logits_soft_cap", "gate_soft_cap"):
             cap = getattr(self, name)
             if cap is not None and cap <= 0:
                 raise ConfigError(f"{name} is {cap}, but must be positive, or None for no cap.")
         if not 0 <= self.dropout_rate < 1:
             raise ConfigError(f"dropout_rate is {self.dropout_rate}, but must be in [0, 1).")
+        if self.embedding_dropout and self.dropout_rate == 0:
+            raise ConfigError("embedding_dropout does nothing with dropout_rate 0: set a rate, or leave it off.")
+
+    def _check_numbers(self) -> None:
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but must be positive.")
+        if self.cell_eps < 0:
+            raise ConfigError(f"cell_eps is {self.cell_eps}, but must be at least 0.")
+        if self.ffn_dim is not None and self.ffn_dim < 1:
+            raise ConfigError(f"ffn_dim is {self.ffn_dim}, but must be at least 1, or None to compute it.")
+
+    def _check_divisions(self) -> None:
+        for name, size in self._sizes_split_by_heads().items():
+            if size < 1 or size % self.num_heads:
+                fault = "leaves nothing for" if size < 1 else "is no multiple of"
+                raise ConfigError(
+                    f"{name} {size} {fault} num_heads {self.num_heads}: change embedding_dim {self.embedding_dim}, "
+                    "num_heads or the factor between them."
+                )
+        if "mlstm_up" in self.kinds and self.inner_dim % self.qkv_block_size:
+            raise ConfigError(f"inner_dim {self.inner_dim} is no multiple of qkv_block_size {self.qkv_block_size}.")
 
     def _sizes_split_by_heads(self) -> dict[str, int]:
         sizes = {

@@ -10,6 +10,7 @@ from flax import linen as nn
 from xlstm_jax.distributed.array_utils import axis_size
 from xlstm_jax.distributed.dense import RowDense
 from xlstm_jax.kernels.mlstm import MLSTMState, empty_state, mlstm, mlstm_step
+from xlstm_jax.kernels.mlstm.state import state_dtype
 from xlstm_jax.kernels.norms.reference import standardize
 from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import MultiHeadNorm
@@ -144,7 +145,8 @@ def run_cell(
 def init_mlstm_state(config: XLSTMConfig, batch_size: int) -> MLSTMState:
     """Return the state of an `mlstm` block before the first token."""
     num_heads = config.num_heads // axis_size(config.parallel.model_axis_name)
-    return empty_state(batch_size, num_heads, config.qk_dim // config.num_heads, config.v_dim // config.num_heads)
+    head_dims = config.qk_dim // config.num_heads, config.v_dim // config.num_heads
+    return empty_state(batch_size, num_heads, *head_dims, state_dtype(config.dtype))
 
 
 def common_arguments(config: XLSTMConfig) -> dict[str, Any]:

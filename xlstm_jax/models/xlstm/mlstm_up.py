@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from xlstm_jax.distributed.array_utils import axis_size, split_array_over_mesh
 from xlstm_jax.distributed.dense import ColumnDense, RowDense, SplitModule, apply_to_same
 from xlstm_jax.kernels.mlstm import MLSTMState, empty_state
+from xlstm_jax.kernels.mlstm.state import state_dtype
 from xlstm_jax.models.shared.conv import CausalConv
 from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import MultiHeadNorm
@@ -120,7 +121,8 @@ def init_mlstm_up_state(config: XLSTMConfig, batch_size: int) -> MLSTMUpState:
     """Return the state of an `mlstm_up` block before the first token."""
     num_heads = config.num_heads // axis_size(config.parallel.model_axis_name)
     head_dim = config.inner_dim // config.num_heads
-    return MLSTMUpState(_empty_conv_state(config, batch_size), empty_state(batch_size, num_heads, head_dim, head_dim))
+    cell = empty_state(batch_size, num_heads, head_dim, head_dim, state_dtype(config.dtype))
+    return MLSTMUpState(_empty_conv_state(config, batch_size), cell)
 
 
 def _empty_conv_state(config: XLSTMConfig, batch_size: int) -> Float[Array, "b t c"]:

@@ -7,7 +7,7 @@ import jax
 from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.models.shared.checks import check_state
+from xlstm_jax.models.shared.checks import check_state, check_tokens
 from xlstm_jax.models.shared.stack import BlockStack, Context, init_states
 from xlstm_jax.models.shared.vocabulary import create_embedding, create_lm_head
 from xlstm_jax.models.xlstm.block import create_block, create_norm, init_block_state
@@ -57,8 +57,9 @@ class XLSTM(nn.Module):
             the state.
         """
         config = self.config
-        if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens has shape {tokens.shape}, but must be [batch, length] with at least one token.")
+        check_tokens(tokens, pos_idx=pos_idx, document_borders=document_borders, targets=targets)
+        if last_only and targets is not None:
+            raise ValueError("Losses are those of all positions: leave out targets, or last_only.")
         if state is None:
             states = init_states(config.kinds, config.scan_blocks, lambda _: None)
         else:

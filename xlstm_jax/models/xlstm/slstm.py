@@ -8,8 +8,9 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from xlstm_jax.distributed.array_utils import axis_size, gather_whole, split_array_over_mesh
+from xlstm_jax.distributed.array_utils import axis_size, fold_rng_over_axis, gather_whole, split_array_over_mesh
 from xlstm_jax.distributed.dense import SplitModule
+from xlstm_jax.kernels.mlstm.state import state_dtype
 from xlstm_jax.kernels.slstm import SLSTMState, empty_state, slstm, slstm_step
 from xlstm_jax.models.shared.conv import CausalConv
 from xlstm_jax.models.shared.norms import MultiHeadNorm
@@ -68,7 +69,8 @@ class SLSTMLayer(SplitModule):
         )
         hidden, cell = self._run_cell(gates, recurrent.astype(dtype), state.cell, context)
         hidden = context.asked_for(hidden)
-        hidden = nn.Dropout(config.dropout_rate, deterministic=not context.train)(hidden.astype(dtype))
+        dropout = nn.Dropout(config.dropout_rate, deterministic=not context.train)
+        hidden = dropout(hidden.astype(dtype), rng=self._dropout_key(context))
         normed = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, name="multihead_norm")(hidden)
         sow_spread(self, h_state=hidden, h_state_norm=normed)
         return gather_whole(normed, (None, None, axis_name)), SLSTMBlockState(conv_state, cell)
@@ -83,6 +85,13 @@ class SLSTMLayer(SplitModule):
         result: Any = slstm(gates, recurrent, state=state, return_state=True, resets=resets, backend=backend)
         hidden, state = result
         return hidden, state
+
+    def _dropout_key(self, context: Context) -> jax.Array | None:
+        """Return a key for this device's heads, or `None` for the layer's own, where it has all of them."""
+        axis_name, is_on = self.config.parallel.model_axis_name, context.train and self.config.dropout_rate > 0
+        if not is_on or axis_size(axis_name) == 1:
+            return None
+        return fold_rng_over_axis(self.make_rng("dropout"), axis_name)
 
     def _init_bias(self, context: Context) -> nn.initializers.Initializer:
         """Spread the forget gates of a head over time scales, more evenly the deeper the block.
@@ -107,4 +116,5 @@ def init_slstm_state(config: XLSTMConfig, batch_size: int) -> SLSTMBlockState:
     size = axis_size(config.parallel.model_axis_name)
     conv = jnp.zeros((batch_size, config.conv_kernel_size - 1, config.embedding_dim // size), config.dtype)
     head_dim = config.embedding_dim // config.num_heads
-    return SLSTMBlockState(conv, empty_state(batch_size, config.num_heads // size, head_dim))
+    dtype = state_dtype(config.gate_dtype)
+    return SLSTMBlockState(conv, empty_state(batch_size, config.num_heads // size, head_dim, dtype))

@@ -1,0 +1,76 @@
+"""What the config of an xLSTM refuses, and the checks that it shares with other models."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.distributed.mesh_utils import ParallelConfig
+from xlstm_jax.models.llama import LlamaConfig
+from xlstm_jax.models.shared.checks import check_parallel, check_tokens
+from xlstm_jax.models.xlstm import XLSTMConfig
+
+BASE = XLSTMConfig(vocab_size=24, embedding_dim=16, num_heads=2, num_blocks=2)
+TOKENS = jnp.zeros((3, 5), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("conv_kernel_size", 0, "at least 1"),
+        ("qkv_block_size", 0, "at least 1"),
+        ("qkv_block_size", -4, "at least 1"),
+        ("ffn_round_up", 0, "at least 1"),
+        ("ffn_dim", 0, "at least 1, or None"),
+        ("norm_eps", -1e-6, "positive"),
+        ("norm_eps", 0.0, "positive"),
+        ("qk_dim_factor", -1.0, "positive"),
+        ("v_dim_factor", 0.0, "positive"),
+        ("ffn_proj_factor", 0.0, "positive"),
+        ("up_proj_factor", 0.0, "positive"),
+        ("slstm_ffn_factor", 0.0, "positive"),
+        ("cell_eps", -1e-6, "at least 0"),
+    ],
+)
+@pytest.mark.parametrize("kinds", ["mlstm", "xLSTM[1:1]"])
+def test_a_size_that_no_model_can_have_is_refused_by_its_name(kinds, name, value, rule):
+    with pytest.raises(ConfigError, match=f"{name} is {value}, but must be {rule}"):
+        dataclasses.replace(BASE, block_kinds=kinds, **{name: value})
+
+
+@pytest.mark.parametrize(("factor", "size"), [("qk_dim_factor", "qk_dim"), ("v_dim_factor", "v_dim")])
+def test_a_factor_that_leaves_no_feature_is_refused(factor, size):
+    with pytest.raises(ConfigError, match=f"{size} 0 leaves nothing for num_heads 2: change embedding_dim"):
+        dataclasses.replace(BASE, **{factor: 0.001})
+
+
+def test_dropout_of_embeddings_without_a_rate_is_refused():
+    with pytest.raises(ConfigError, match="embedding_dropout does nothing with dropout_rate 0: set a rate"):
+        dataclasses.replace(BASE, embedding_dropout=True)
+    assert dataclasses.replace(BASE, embedding_dropout=True, dropout_rate=0.1).embedding_dropout
+
+
+@pytest.mark.parametrize("size", [-1, 2])
+def test_a_pipeline_axis_that_models_would_ignore_is_refused(size):
+    parallel = ParallelConfig(data_axis_size=1, pipeline_axis_size=size)
+    with pytest.raises(ConfigError, match=rf"pipeline_axis_size is {size}, but must be 1.*fsdp"):
+        dataclasses.replace(BASE, parallel=parallel)
+    with pytest.raises(ConfigError, match="no pipeline stages"):
+        LlamaConfig(vocab_size=24, embedding_dim=16, num_blocks=1, head_dim=8, parallel=parallel)
+    check_parallel(ParallelConfig(data_axis_size=2, fsdp_axis_size=-1, model_axis_size=2))
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 3, 5), (0, 5), (3, 0)])
+def test_tokens_that_are_not_rows_of_tokens_are_refused(shape):
+    with pytest.raises(ValueError, match=r"tokens has shape \(.*\), but must be \[batch, length\] with at least one"):
+        check_tokens(jnp.zeros(shape, jnp.int32))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (5,), (1, 5), (3, 5, 1)])
+def test_an_array_of_another_shape_than_the_tokens_is_refused_by_its_name(shape):
+    with pytest.raises(
+        ValueError, match=r"targets has shape \(.*\), but tokens has shape \(3, 5\): they must be the same"
+    ):
+        check_tokens(TOKENS, pos_idx=TOKENS, document_borders=None, targets=jnp.zeros(shape, jnp.int32))
+    check_tokens(TOKENS, pos_idx=TOKENS, document_borders=None, targets=TOKENS)
