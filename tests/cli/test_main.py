@@ -1,8 +1,10 @@
 """The command line answers at once."""
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +56,27 @@ def test_a_wrong_call_is_a_usage_error(argv, capsys):
         main(argv)
     assert stop.value.code == 2
     assert "usage: xlstm-jax" in capsys.readouterr().err
+
+
+def test_a_command_that_is_stopped_has_the_code_of_its_signal_and_no_traceback(capsys, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xlstm_jax.cli.generate.continue_texts", stop)
+    assert main(["generate", "a-run", "--prompt", "a text"]) == 130
+    assert capsys.readouterr().err == "Stopped.\n"
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--cfg", "job"], ["bench", "--list"]])
+def test_a_command_that_nobody_reads_leaves_without_a_word(argv):
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "xlstm_jax.cli.main", *argv],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONUNBUFFERED": ""},  # argparse would not notice
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, b"")

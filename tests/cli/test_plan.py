@@ -1,6 +1,7 @@
 """Plans from the command line: of any number of devices, within a memory, as a table and as a file."""
 
 import json
+import shlex
 
 import pytest
 
@@ -32,11 +33,11 @@ def test_a_plan_for_more_devices_than_there_are_is_printed_and_written(tmp_path,
 
 def test_the_command_that_fits_is_printed(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    words = [*SMALL, "--devices", "8", "--accelerator", "h100", "--target-memory", "1"]
+    words = [*SMALL, "name=my run", "--devices", "8", "--accelerator", "h100", "--target-memory", "1"]
     assert main(["plan", *words]) == 0
     command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("xlstm-jax train"))
     assert "trainer.gradient_accumulate_steps=" in command
-    assert main(["train", *command.split()[2:], "--cfg", "job"]) == 0
+    assert main(["train", *shlex.split(command)[2:], "--cfg", "job"]) == 0
 
 
 def test_that_nothing_fits_has_a_code_of_its_own(capsys):
@@ -48,8 +49,10 @@ def test_that_nothing_fits_has_a_code_of_its_own(capsys):
     ("words", "code", "message"),
     [
         (["model.num_blocs=1"], 2, "Did you mean 'num_blocks'?"),
-        (["--accelerator", "h1000"], 1, "There is no accelerator 'h1000'"),
+        (["--accelerator", "h1000"], 2, "There is no accelerator 'h1000'"),
         (["--devices", "7", "--accelerator", "h100"], 2, "cannot be split over 7 devices"),
+        (["--devices", "0"], 2, "--devices is 0, but must be at least 1."),
+        (["--no-compile", "--json", "nowhere/plan.json"], 1, "nowhere/plan.json"),
     ],
 )
 def test_a_wrong_question_is_one_line(words, code, message, capsys):

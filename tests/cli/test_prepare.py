@@ -65,6 +65,18 @@ def test_the_command_fails_with_a_message_and_no_traceback(tmp_path, capsys):
     assert captured.out == ""
 
 
+def test_a_share_that_is_none_is_a_wrong_setting(source, output, capsys):
+    assert main(["prepare", str(source), "--output", str(output), "--validation-share", "2"]) == 2
+    assert capsys.readouterr().err == "--validation-share is 2.0, but must be more than 0 and less than 1.\n"
+
+
+def test_a_size_that_is_no_number_is_a_wrong_setting(source, output, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["prepare", str(source), "--output", str(output), "--max-document-bytes", "abc"])
+    assert stop.value.code == 2
+    assert "--max-document-bytes: invalid int value: 'abc'" in capsys.readouterr().err
+
+
 def test_the_command_can_be_stopped_and_says_so(source, output, capsys, monkeypatch):
     def stop(**_):
         raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """Runs from the command line: composed, trained, stopped, resumed, sampled from, swept over and submitted."""
 
 import contextlib
+import fcntl
 import io
 import os
 import re
@@ -112,6 +113,37 @@ def test_a_longer_resumed_run_and_generated_text(trained, folder, capsys):
     assert texts[0] == texts[1] == texts[3] != texts[2]
 
 
+def test_the_header_says_why_the_kernels_are_not_used(trained):
+    assert "the chunkwise form in plain JAX, as this CPU is no Hopper GPU" in trained[1]
+
+
+def test_a_run_keeps_what_hydra_says_about_its_start(trained):
+    run = trained[0] / "outputs/here/.hydra"
+    assert "name=poem" in "".join(yaml.safe_load((run / "overrides.yaml").read_text()))
+    assert yaml.safe_load((run / "hydra.yaml").read_text())["hydra"]["mode"] == "RUN"
+
+
+@pytest.mark.parametrize("command", [["resume", "outputs/here"], ["train", *TINY, "hydra.run.dir=outputs/here"]])
+def test_a_run_that_is_refused_leaves_the_settings_as_they_were(command, trained, folder, capsys):
+    shutil.copytree(trained[0] / "outputs", folder / "outputs")
+    files = [folder / "outputs/here" / name for name in ("config.yaml", ".hydra/config.yaml", ".hydra/overrides.yaml")]
+    before = [file.read_bytes() for file in files]
+    assert main([*command, "model.embedding_dim=64"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "embedding_dim" in line
+    assert "start a new run from its parameters: xlstm-jax train ... init_from=RUN" in line
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(trained, folder, capsys):
+    shutil.copytree(trained[0] / "outputs", folder / "outputs")
+    with (folder / "outputs/here/.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main(["resume", "outputs/here", "num_train_steps=8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"Another process trains in {folder / 'outputs/here'}")
+
+
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(folder, capsys):
     words = [*TINY, "num_train_steps=40", "trainer.check_val_every_n_steps=20"]
     assert main(["train", *words, "hydra.run.dir=whole"]) == 0
@@ -155,6 +187,45 @@ def test_a_sweep_is_a_run_for_each_value(folder, capsys):
     seeds = [yaml.safe_load((folder / f"swept/{n}/config.yaml").read_text())["trainer"]["seed"] for n in (0, 1)]
     assert seeds == [3, 5]
     assert all((folder / f"swept/{n}/checkpoints/checkpoint_4").is_dir() for n in (0, 1))
+
+
+@pytest.mark.parametrize(("codes", "num_runs", "code"), [([3, 0, 1], 3, 3), ([0, 0, 0], 3, 0), ([0, 130, 0], 2, 130)])
+def test_only_a_signal_ends_a_sweep_before_its_last_run(codes, num_runs, code, folder, monkeypatch):
+    started = []
+    monkeypatch.setattr("xlstm_jax.cli.train.train_in", lambda *run: started.append(run) or codes[len(started) - 1])
+    assert main(["train", "-m", *TINY, "trainer.seed=3,5,7"]) == code
+    assert len(started) == num_runs
+
+
+def test_every_run_of_a_sweep_is_checked_before_the_first_one_starts(folder, capsys, monkeypatch):
+    monkeypatch.setattr("xlstm_jax.cli.train.train_in", lambda *_: pytest.fail("a run was started"))
+    assert main(["train", "-m", *TINY, "scheduler.lr=1e-3,fast"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "Run 1 of the sweep: scheduler.lr: a number is needed, not 'fast'.\n"
+    assert captured.out == ""
+    assert not (folder / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("hydra.run.dir=poem.txt/run", "The folder poem.txt/run cannot be made (Not a directory)"),
+        ("model=null", "model: a choice is needed, not null"),
+    ],
+)
+def test_what_hydra_cannot_start_is_one_line(word, message, folder, capsys):
+    assert main(["train", *TINY, word]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+
+
+def test_a_run_that_was_stopped_before_it_had_settings_says_where_to_begin_again(folder, capsys, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xlstm_jax.recipes.run.prepare_data", stop)
+    assert main(["train", *TINY, "hydra.run.dir=my run"]) == 130
+    assert "with the same command, and in this folder with:  'hydra.run.dir=my run'" in capsys.readouterr().out
 
 
 def test_a_run_that_diverges_has_a_code_of_its_own(folder, capsys):

@@ -14,6 +14,7 @@ from rich.table import Table
 from xlstm_jax.cli.checks import software
 from xlstm_jax.cli.checks.disk import check_disk
 from xlstm_jax.cli.checks.section import FAILED, PASSED, WARNING, Section, first_line
+from xlstm_jax.cli.screen import Screen
 
 Check = Callable[[str], Section]
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report and return the exit code."""
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     sections = []
     for section in _sections(console, args):
         _show(console, section)

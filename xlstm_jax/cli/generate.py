@@ -28,11 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Continue each prompt and print the texts."""
-    prompts = args.prompt or [sys.stdin.read()]
-    if args.num_tokens < 1:
-        complain(f"--num-tokens is {args.num_tokens}, but must be at least 1.")
-        return 2
     try:
+        _check(args)
+        prompts = args.prompt or [sys.stdin.read()]
         folder = find_run(args.run_folder, args.outputs)
         texts = continue_texts(
             folder,
@@ -47,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         complain(str(error))
         return 2
-    except (ValueError, FileNotFoundError) as error:
+    except (ImportError, OSError, ValueError) as error:
         complain(f"{type(error).__name__}: {error}")
         return 1
     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
@@ -55,6 +53,19 @@ def run(args: argparse.Namespace) -> int:
             show(f"--- {index + 1} of {len(prompts)}")
         show(prompt + text)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse numbers that sampling cannot use, before anything is loaded."""
+    rules = {
+        "--num-tokens": (args.num_tokens, args.num_tokens >= 1, "at least 1"),
+        "--temperature": (args.temperature, args.temperature >= 0, "at least 0"),
+        "--top-k": (args.top_k, args.top_k is None or args.top_k >= 1, "at least 1"),
+        "--top-p": (args.top_p, args.top_p is None or 0 < args.top_p <= 1, "above 0 and at most 1"),
+    }
+    for name, (value, is_right, rule) in rules.items():
+        if not is_right:
+            raise ConfigError(f"{name} is {value}, but must be {rule}.")
 
 
 def continue_texts(
@@ -87,12 +98,11 @@ def continue_texts(
     import jax.numpy as jnp
     import numpy as np
 
-    from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
     from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
     from xlstm_jax.inference.sampling import filtered_sampling
     from xlstm_jax.trainer.llm.trainer import LLMTrainer
 
-    tokenizer = load_tokenizer(tokenizer_path or _tokenizer_of(folder), add_bos=False, add_eos=False)
+    tokenizer = _load_tokenizer(tokenizer_path or _tokenizer_of(folder))
     end = tokenizer.eos_token_id
     rows = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
     if any(not row for row in rows) and end is None:
@@ -110,6 +120,18 @@ def continue_texts(
         written = np.asarray(tokens[0])[np.asarray(is_valid[0])][len(row) :]
         texts.append(tokenizer.decode(written.tolist(), skip_special_tokens=True))
     return texts
+
+
+def _load_tokenizer(path: str) -> Any:
+    from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(path, add_bos=False, add_eos=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The tokenizer {path!r} is neither a path, looked for from {Path.cwd()}, nor a name on the hub that can "
+            "be loaded: give it with --tokenizer, or go to the folder where the run was started."
+        ) from error
 
 
 def _tokenizer_of(folder: Path) -> str:

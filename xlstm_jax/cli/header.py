@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from xlstm_jax.cli.screen import as_typed
+from xlstm_jax.cli.screen import as_command, as_typed
 from xlstm_jax.kernels.mlstm.api import choose_backend as choose_mlstm
 from xlstm_jax.kernels.slstm.api import choose_backend as choose_slstm
 from xlstm_jax.models.llama.config import LlamaConfig
@@ -34,16 +34,16 @@ def describe_end(run: Run) -> Any:
     """Return what the first process shows after a run; `None` in others."""
     if jax.process_index() != 0:
         return None
-    folder, report = as_typed(run.folder), run.folder / "report.html"
+    report = run.folder / "report.html"
     status = {"success": "is done", "nan": "ended at a bad step"}.get(str(run.trainer.status), "has ended")
     longer = 2 * (run.config.num_train_steps or run.trainer.global_step)
-    lines = [f"{run.config.name} {status} at step {run.trainer.global_step}.", f"  run     {folder}"]
+    lines = [f"{run.config.name} {status} at step {run.trainer.global_step}.", f"  run     {as_typed(run.folder)}"]
     lines += [f"  report  {as_typed(report)}"] if report.exists() else []
     lines += [
         "Next:",
-        f"  xlstm-jax generate {folder} --prompt {_example_prompt(run)!r}",
-        f"  xlstm-jax resume {folder} num_train_steps={longer}",
-        f"  xlstm-jax report {folder} ANOTHER_RUN",
+        f"  {as_command('generate', run.folder, '--prompt', _example_prompt(run))}",
+        f"  {as_command('resume', run.folder, f'num_train_steps={longer}')}",
+        f"  {as_command('report', run.folder, 'ANOTHER_RUN')}",
     ]
     return "\n".join(lines)
 

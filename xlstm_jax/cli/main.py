@@ -6,6 +6,8 @@ imported only when it is asked for, so that `--help` and `--version` answer at o
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,13 +27,27 @@ COMMANDS = {
 
 EXIT_CODES = (
     "exit codes: 0 done; 1 an error; 2 a wrong command or setting; 3 training ended at a bad step; 75 a run hung; "
-    "130 and 143 stopped by Ctrl-C or SIGTERM, saved"
+    "130 and 143 stopped by Ctrl-C or SIGTERM, a run is saved; 141 nobody reads what is printed"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (by default, that of the process) and return its exit code."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else list(argv))
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write("Stopped.\n")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Python writes what is left at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="xlstm-jax", description="xLSTM language models in JAX.", epilog=EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"xlstm-jax {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.cli.screen import complain, show
+from xlstm_jax.cli.screen import as_command, complain, show
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import compose
 
@@ -37,13 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
     try:
+        if args.devices is not None and args.devices < 1:
+            raise ConfigError(f"--devices is {args.devices}, but must be at least 1.")
         settings = compose(args.overrides, args.config_dir)
         return _plan(settings, args)
     except ConfigError as error:
         complain(str(error))
         return 2
-    except ValueError as error:
-        complain(f"ValueError: {error}")
+    except (OSError, ValueError) as error:
+        complain(f"{type(error).__name__}: {error}")
         return 1
 
 
@@ -51,29 +53,43 @@ def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:
     import jax
 
     from xlstm_jax.recipes.run_config import build_run
-    from xlstm_jax.trainer.planning.plan import make_plan, resolve_accelerator
+    from xlstm_jax.trainer.planning.plan import make_plan
     from xlstm_jax.trainer.planning.search import search
     from xlstm_jax.trainer.planning.tables import render, render_search
 
     config = build_run(settings)
     setup = config.setup(args.devices or jax.device_count())
-    name = args.accelerator or ("cpu" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind)
+    accelerator = _find_accelerator(args.accelerator, setup.num_devices)
     if args.target_memory is None:
-        plan = make_plan(setup, name, compiles=not args.no_compile, num_steps=config.num_train_steps)
+        plan = make_plan(setup, accelerator, compiles=not args.no_compile, num_steps=config.num_train_steps)
     else:
         target = args.target_memory * GIB
-        accelerator = resolve_accelerator(name, setup.num_devices)
         result = search(setup, target, accelerator, max_compilations=args.max_compilations, report=complain)
         show(render_search(result, target))
         if result.setup is None:
             return 1
-        show(f"\nxlstm-jax train {' '.join([*args.overrides, *_overrides(result.setup)])}\n")
+        show(f"\n{as_command('train', *args.overrides, *_overrides(result.setup))}\n")
         plan = make_plan(result.setup, accelerator, compiles=False, num_steps=config.num_train_steps)
         plan = dataclasses.replace(plan, compiled=result.compiled)
     show(render(plan, sharding=args.sharding))
     if args.json is not None:
         args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _find_accelerator(name: str | None, num_devices: int) -> Any:
+    """Return the accelerator of a name, or that of this machine; a wrong name is a wrong setting."""
+    import jax
+
+    from xlstm_jax.trainer.planning.plan import resolve_accelerator
+
+    if name is None:
+        here = "cpu" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
+        return resolve_accelerator(here, num_devices)
+    try:
+        return resolve_accelerator(name, num_devices)
+    except ValueError as error:
+        raise ConfigError(f"--accelerator: {error}") from error
 
 
 def _overrides(setup: Any) -> list[str]:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-document-bytes",
-        type=lambda text: int(text) or None,
+        type=int,
         metavar="N",
         help="cut longer files of plain text at the ends of lines; 0 for no cuts",
     )
@@ -66,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare what the arguments say, and return the exit code."""
     options = {name: value for name, value in vars(args).items() if name != "run"}
+    share = options.get("validation_share")
+    if share is not None and not 0 < share < 1:
+        complain(f"--validation-share is {share}, but must be more than 0 and less than 1.")
+        return 2
+    if options.get("max_document_bytes") == 0:
+        options["max_document_bytes"] = None
     try:
         manifests = prepare(**options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:

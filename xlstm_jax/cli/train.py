@@ -1,19 +1,27 @@
 """Train a model: Hydra composes the run, and starts it here, once for each point of a sweep, or as SLURM jobs."""
 
 import argparse
+import contextlib
+import io
 import logging
 import os
+import re
+import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.cli.screen import as_typed, complain, show
+from xlstm_jax.cli.screen import as_command, as_typed, complain, show
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.recipes.compose import GROUPS_FOLDER, ROOT, compose, free_keys, groups, register_run_id, search_path
+from xlstm_jax.recipes.compose import GROUPS_FOLDER, ROOT, free_keys, groups, register_run_id, search_path
 
 BAD_STEP, WRONG_SETTING = 3, 2
+
+_NEW_RUN_IN_PYTHON = re.compile(r"start a.*load_pretrained_model\([^)]*\)")
+"""How the trainer says, to those who call it, that only a new run can have such settings."""
+_NEW_RUN = "start a new run from its parameters: xlstm-jax train ... init_from=RUN"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,66 +44,105 @@ def run(args: argparse.Namespace) -> int:
     if args.cfg and args.multirun:
         complain("--cfg prints the settings of one run: leave out -m.")
         return WRONG_SETTING
+    register_run_id()
     try:
         words = [*search_path(args.config_dir), *free_keys(overrides, args.config_dir)]
-        if args.cfg is None and not args.multirun:
-            # Before Hydra makes a folder for it.
-            from xlstm_jax.recipes.run_config import build_run
-
-            build_run(compose(overrides, args.config_dir))
+        if args.cfg is None:
+            _check(overrides, args.config_dir, is_sweep=args.multirun)
     except ConfigError as error:
         complain(str(error))
         return WRONG_SETTING
-    options = ["--multirun"] * args.multirun + (["--cfg", args.cfg] if args.cfg else [])
-    options += ["--resolve"] * (args.cfg == "job")  # by itself, Hydra's part lacks what it refers to
-    return _call_hydra([*options, *words])
+    if args.cfg:
+        # By itself, Hydra's part lacks what it refers to.
+        return _print_settings(["--cfg", args.cfg, *(["--resolve"] * (args.cfg == "job")), *words])
+    return _call_hydra(words, is_sweep=args.multirun)
 
 
-def _call_hydra(words: Sequence[str]) -> int:
+def _check(overrides: Sequence[str], config_dir: Path | None, *, is_sweep: bool) -> None:
+    """Build the config of every run, and make the folder, before Hydra does anything."""
+    from xlstm_jax.recipes.preview import make_folder, preview_run, preview_sweep
+    from xlstm_jax.recipes.run_config import build_run
+
+    if is_sweep:
+        folder, runs = preview_sweep(overrides, config_dir)
+        for number, settings in enumerate(runs):
+            try:
+                build_run(settings)
+            except ConfigError as error:
+                raise ConfigError(f"Run {number} of the sweep: {error}") from error
+    else:
+        folder, settings = preview_run(overrides, config_dir)
+        build_run(settings)
+    make_folder(folder)
+
+
+def _print_settings(words: Sequence[str]) -> int:
+    """Let Hydra print; a stdout that is closed is not for Hydra to explain."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = _call_hydra(words, is_sweep=False)
+    sys.stdout.write(printed.getvalue())
+    return code
+
+
+def _call_hydra(words: Sequence[str], *, is_sweep: bool) -> int:
+    """Let Hydra run what the words say, and return the exit code: for a sweep, the worst of its runs."""
     import hydra
 
-    register_run_id()
+    codes = [0]
+
+    def train_one(config: Any) -> None:
+        """Train one run that Hydra has composed, in the folder that it has made."""
+        code, goes_on = _train_composed(config)
+        if is_sweep and goes_on and code < 128:  # A signal is meant for the sweep.
+            codes.append(code)
+        elif code:
+            raise SystemExit(code)
+
     argv, messages = sys.argv, logging.getLogger("hydra")
-    sys.argv = [argv[0], *words]
+    sys.argv = [argv[0], *["--multirun"] * is_sweep, *words]
     handler = logging.StreamHandler(sys.stdout)  # which run of a sweep is next
     messages.addHandler(handler)
     messages.setLevel(logging.INFO)
     try:
         hydra.main(config_path=str(GROUPS_FOLDER), config_name=ROOT, version_base="1.3")(train_one)()
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 1
+        codes.append(stop.code if isinstance(stop.code, int) else 1)
     finally:
         sys.argv = argv
         messages.removeHandler(handler)
-    return 0
+    return max(codes)
 
 
-def train_one(config: Any) -> None:
-    """Train one run that Hydra has composed, in the folder that it has made."""
+def _train_composed(config: Any) -> tuple[int, bool]:
+    """Train, and return the exit code and whether this process has the other runs of a sweep too."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    hydra: Any = HydraConfig.instance().cfg
+    notes = {
+        "hydra.yaml": OmegaConf.to_container(hydra, enum_to_str=True),
+        "overrides.yaml": OmegaConf.to_container(hydra.hydra.overrides.task),
+    }
     settings: Any = OmegaConf.to_container(config)
-    if code := train_in(folder, settings):
-        raise SystemExit(code)
+    code = train_in(Path(hydra.hydra.runtime.output_dir), settings, notes)
+    return code, hydra.hydra.launcher["_target_"].endswith(".BasicLauncher")
 
 
-def train_in(folder: Path, settings: dict[str, Any]) -> int:
+def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | None = None) -> int:
     """Train a run in a folder, from its latest checkpoint if it has one, and return the exit code.
 
     Args:
         folder: The folder of the run.
         settings: The settings, with references between them or without.
+        notes: What Hydra has to say about this start, by the names of its files.
     """
     from xlstm_jax.cli.header import describe_end, describe_start
     from xlstm_jax.trainer.base.signals import TrainingInterrupted
 
     # Libraries give the root logger handlers of theirs; what is said here has its own.
     logging.getLogger("xlstm_jax").propagate = False
-    resume = f"xlstm-jax resume {as_typed(folder)}"
     try:
-        opened = _open(settings, folder)
+        opened = _open(settings, folder, notes)
         show(describe_start(opened))
         opened.train()
     except ConfigError as error:
@@ -105,30 +152,41 @@ def train_in(folder: Path, settings: dict[str, Any]) -> int:
         complain(str(error))
         return 1
     except TrainingInterrupted as stop:
-        show(f"Stopped at step {stop.step}, and saved. Go on with:  {resume}")
+        show(f"Stopped at step {stop.step}, and saved. Go on with:  {as_command('resume', folder)}")
         raise
     except KeyboardInterrupt:
-        show(f"Stopped before the first step. Begin again with:  {resume}")
+        show(f"Stopped before the first step. {_how_to_begin_again(folder)}")
         return 128 + signal.SIGINT
     show(describe_end(opened))
     return BAD_STEP if opened.trainer.status == "nan" else 0
+
+
+def _how_to_begin_again(folder: Path) -> str:
+    from xlstm_jax.recipes.run import CONFIG_FILE
+
+    if (folder / CONFIG_FILE).is_file():
+        return f"Begin again with:  {as_command('resume', folder)}"
+    where = shlex.quote(f"hydra.run.dir={as_typed(folder)}")
+    return f"Begin again with the same command, and in this folder with:  {where}"
 
 
 class CannotOpenError(Exception):
     """The data, a folder or a package of a run is not as it has to be."""
 
 
-def _open(settings: dict[str, Any], folder: Path) -> Any:
+def _open(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None) -> Any:
     """Open a run; what is wrong with its data or its folder is said in a line, unless HYDRA_FULL_ERROR is set."""
     from xlstm_jax.recipes.run import open_run
 
     try:
-        return open_run(settings, folder)
+        return open_run(settings, folder, notes)
     except ConfigError:
         raise
     except (ImportError, OSError, ValueError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
+        if _NEW_RUN_IN_PYTHON.search(str(error)):
+            raise ConfigError(_NEW_RUN_IN_PYTHON.sub(_NEW_RUN, str(error))) from error
         raise CannotOpenError(f"{type(error).__name__}: {error}") from error
 
 

@@ -43,8 +43,11 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
     Returns:
         Plain settings, with all references resolved.
     """
-    with _initialized():
-        return resolved(_compose(ROOT, [*search_path(config_dir), *free_keys(overrides, config_dir)]))
+    from hydra import compose as hydra_compose
+
+    words = [*search_path(config_dir), *free_keys(overrides, config_dir)]
+    with initialized(), hydra_errors():
+        return resolved(hydra_compose(ROOT, overrides=words))
 
 
 def resolved(config: Any) -> dict[str, Any]:
@@ -109,20 +112,22 @@ def search_path(config_dir: Path | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def _initialized() -> Iterator[None]:
+def initialized() -> Iterator[None]:
+    """Let Hydra find the packaged groups."""
     from hydra import initialize_config_dir
 
     with initialize_config_dir(config_dir=str(GROUPS_FOLDER), version_base="1.3"):
         yield
 
 
-def _compose(name: str, overrides: list[str]) -> Any:
-    from hydra import compose as hydra_compose
+@contextlib.contextmanager
+def hydra_errors() -> Iterator[None]:
+    """Say in a line what Hydra cannot compose."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return hydra_compose(name, overrides=overrides)
+        yield
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
 
@@ -134,6 +139,8 @@ def _choices(group: str, config_dir: Path | None) -> list[str]:
 
 def _check_choice(group: str, value: Any, choices: Sequence[str]) -> None:
     """Say in a line that a group has no such choice; what is no plain name is for Hydra to judge."""
+    if value is None:
+        raise ConfigError(f"{group}: a choice is needed, not null: {', '.join(choices)}; or ~{group} for none.")
     for name in value if isinstance(value, list) else [value]:
         if isinstance(name, str) and name not in choices:
             raise ConfigError(f"{group}: there is no {name!r}, only {', '.join(choices)}.{nearest(name, choices)}")

@@ -14,6 +14,7 @@ import yaml
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from xlstm_jax.checkpoint.files import checkpoint_folder
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset import DataIterator, LLMBatch, create_data_iterator, create_mixed_data_iterator
 from xlstm_jax.dataset.configs import TextDataConfig
@@ -23,6 +24,7 @@ from xlstm_jax.dataset.text_measures import TextMeasures, measure_text
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.recipes.compose import resolved
 from xlstm_jax.recipes.data import DataRecipe
+from xlstm_jax.recipes.lock import locked
 from xlstm_jax.recipes.run_config import RunConfig, build_run
 from xlstm_jax.trainer.callbacks.run_report import RunReportConfig
 from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
@@ -35,7 +37,8 @@ LOGGER = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 """The settings of a run."""
-COMPOSED_FILE = ".hydra/config.yaml"
+HYDRA_FOLDER = ".hydra"
+COMPOSED_FILE = f"{HYDRA_FOLDER}/config.yaml"
 """The same with references between them, as Hydra keeps them: what follows from a setting changes with it."""
 LONGEST_PATH = 4096
 MEASURED_BYTES = 8 * 2**20
@@ -53,23 +56,27 @@ class Run:
     val_loader: DataIterator | dict[str, DataIterator] | None
     validation_text: TextMeasures | None
     """How large the validation set is, and what compressors make of it, if it is text."""
+    lock: contextlib.ExitStack
+    """Keeps other processes out of the folder until training has ended."""
 
     def train(self) -> dict[str, Any]:
         """Train to the end, from wherever the run is, and return the metrics of each evaluation."""
-        return self.trainer.train_model(
-            self.train_loader,
-            self.val_loader,
-            num_epochs=self.config.num_epochs,
-            num_train_steps=self.config.num_train_steps,
-        )
+        with self.lock:
+            return self.trainer.train_model(
+                self.train_loader,
+                self.val_loader,
+                num_epochs=self.config.num_epochs,
+                num_train_steps=self.config.num_train_steps,
+            )
 
 
-def open_run(settings: Mapping[str, Any], folder: Path) -> Run:
+def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any] | None = None) -> Run:
     """Prepare the data of a run, build its trainer, and go on from its latest checkpoint if it has one.
 
     Args:
-        settings: The settings of the run, as they were composed; they are kept in its folder.
+        settings: The settings of the run, as they were composed. Its folder keeps them once all else has worked.
         folder: Where the run is kept.
+        notes: What Hydra has to say about this start, by the names of its files.
 
     Returns:
         The run.
@@ -77,21 +84,23 @@ def open_run(settings: Mapping[str, Any], folder: Path) -> Run:
     config = build_run(resolved(settings))
     mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
     folder = _shared_folder(folder)
-    write_settings(settings, folder)
-    data = config.data.in_folder(folder)
-    prepare_data(data)
-    measures = _measure_validation(data)
-    config = dataclasses.replace(config, data=data, trainer=_complete_trainer(config, data, folder, measures))
-    trainer = LLMTrainer(
-        config.trainer,
-        config.model,
-        config.optimizer,
-        LLMBatch.get_dtype_struct(config.batch_size, config.context_length),
-        mesh=mesh,
-    )
-    train_loader, val_loader = _open_loaders(data, trainer.mesh)
-    _load_state(trainer, config, train_loader)
-    return Run(config, folder, trainer, train_loader, val_loader, measures)
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(locked(folder))
+        data = config.data.in_folder(folder)
+        prepare_data(data)
+        measures = _measure_validation(data)
+        config = dataclasses.replace(config, data=data, trainer=_complete_trainer(config, data, folder, measures))
+        trainer = LLMTrainer(
+            config.trainer,
+            config.model,
+            config.optimizer,
+            LLMBatch.get_dtype_struct(config.batch_size, config.context_length),
+            mesh=mesh,
+        )
+        train_loader, val_loader = _open_loaders(data, trainer.mesh)
+        _load_state(trainer, config, train_loader)
+        write_settings(settings, folder, notes)
+        return Run(config, folder, trainer, train_loader, val_loader, measures, lock.pop_all())
 
 
 def prepare_data(data: DataRecipe) -> None:
@@ -104,14 +113,16 @@ def prepare_data(data: DataRecipe) -> None:
             prepare(**{field.name: getattr(options, field.name) for field in dataclasses.fields(options)})
 
 
-def write_settings(settings: Mapping[str, Any], folder: Path) -> None:
+def write_settings(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any] | None = None) -> None:
     """Keep the settings of a run in its folder: as they were composed, and with all references resolved."""
     if jax.process_index() == 0:
-        for name, content in ((COMPOSED_FILE, settings), (CONFIG_FILE, resolved(settings))):
+        files = {f"{HYDRA_FOLDER}/{name}": content for name, content in (notes or {}).items()}
+        files |= {COMPOSED_FILE: dict(settings), CONFIG_FILE: resolved(settings)}
+        for name, content in files.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
             temporary = file.with_suffix(".tmp")
-            temporary.write_text(yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True), encoding="utf-8")
+            temporary.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
             os.replace(temporary, file)
 
 
@@ -132,11 +143,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def find_latest(outputs: Path) -> Path:
-    """Return the folder of the run below `outputs` that was started or went on last."""
-    found = [path.parent for path in outputs.rglob(CONFIG_FILE) if path.parent.name not in (".hydra", "file_logs")]
+    """Return the folder of the run below `outputs` that was active last; those with checkpoints come first."""
+    found = [path.parent for path in outputs.rglob(CONFIG_FILE) if path.parent.name not in (HYDRA_FOLDER, "file_logs")]
     if not found:
         raise ConfigError(f"There is no run below {outputs}: give the folder of one.")
-    return max(found, key=_last_sign_of_life)
+    with_checkpoints = [folder for folder in found if any(checkpoint_folder(folder).glob("checkpoint_*"))]
+    return max(with_checkpoints or found, key=_last_sign_of_life)
 
 
 def _last_sign_of_life(folder: Path) -> float:

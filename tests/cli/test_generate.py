@@ -1,0 +1,39 @@
+"""What `generate` refuses, in a line, before it loads a model."""
+
+import pytest
+import yaml
+
+from xlstm_jax.cli.main import main
+from xlstm_jax.recipes.compose import compose
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("-n", "0", "--num-tokens is 0, but must be at least 1."),
+        ("-t", "-1", "--temperature is -1.0, but must be at least 0."),
+        ("--top-k", "0", "--top-k is 0, but must be at least 1."),
+        ("--top-p", "2", "--top-p is 2.0, but must be above 0 and at most 1."),
+    ],
+)
+def test_a_number_that_sampling_cannot_use_is_a_wrong_setting(option, value, message, capsys):
+    assert main(["generate", "a-run", "--prompt", "a text", option, value]) == 2
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+def test_a_tokenizer_that_is_not_there_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "a-run", "--prompt", "a text", "--tokenizer", "not/to/be/found"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"The tokenizer 'not/to/be/found' is neither a path, looked for from {tmp_path},")
+
+
+def test_a_tokenizer_of_a_run_that_was_started_elsewhere_is_named_with_its_place(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["data=prepared", "data.data_path=data/mine", "data.tokenizer_path=data/mine/tokenizer"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(compose(words)))
+    assert main(["generate", str(tmp_path), "--prompt", "a text"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'data/mine/tokenizer'" in line
+    assert f"from {tmp_path}" in line
+    assert "go to the folder where the run was started" in line

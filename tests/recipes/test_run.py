@@ -1,0 +1,45 @@
+"""The folder of a run: which one is the latest, and who may train in it."""
+
+import os
+
+import pytest
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.recipes.lock import locked
+from xlstm_jax.recipes.run import find_latest
+
+
+def make_run(folder, time, *, has_checkpoint):
+    (folder / "checkpoints/checkpoint_2" if has_checkpoint else folder).mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    os.utime(folder / "config.yaml", (time, time))
+
+
+def test_the_latest_run_is_one_that_has_checkpoints(tmp_path):
+    make_run(tmp_path / "old", 1, has_checkpoint=True)
+    make_run(tmp_path / "new", 2, has_checkpoint=True)
+    make_run(tmp_path / "never_started", 3, has_checkpoint=False)
+    assert find_latest(tmp_path) == tmp_path / "new"
+
+
+def test_without_any_checkpoint_the_latest_run_is_that_of_the_latest_file(tmp_path):
+    make_run(tmp_path / "old", 1, has_checkpoint=False)
+    make_run(tmp_path / "new", 2, has_checkpoint=False)
+    assert find_latest(tmp_path) == tmp_path / "new"
+
+
+def test_a_folder_is_for_one_run_at_a_time(tmp_path):
+    refused = pytest.raises(ConfigError, match=f"Another process trains in {tmp_path}")
+    with locked(tmp_path), refused, locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_does_not_hinder_a_run(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with locked(tmp_path):
+        pass
