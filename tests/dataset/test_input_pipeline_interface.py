@@ -175,11 +175,42 @@ def test_an_epoch_of_known_tokens_has_a_length_and_one_of_texts_ends_by_itself(t
     assert len(unpacked) == len(TEXTS) // ROWS
 
 
+def test_without_packing_only_an_epoch_that_keeps_its_remainder_reads_all_of_long_documents(tmp_path):
+    config = plain_text(tmp_path)
+    assert max(map(len, TEXTS)) > LENGTH
+    parts, whole = (create_data_iterator(change(config, drop_remainder=drops), MESH) for drops in (True, False))
+    assert sum(1 for _ in parts) == len(TEXTS) // ROWS
+    assert sum(np.sum(host(batch).targets == END) for batch in whole) == len(TEXTS)
+
+
 def test_validation_of_some_batches_sees_the_same_ones_every_time(tmp_path):
     iterator = create_data_iterator(change(plain_text(tmp_path), max_steps_per_epoch=2), MESH)
     first, second = ([host(batch).targets for batch in iterator] for _ in range(2))
     assert len(first) == 2
     np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("fields", [{"drop_remainder": True}, {"drop_remainder": False}], ids=str)
+def test_a_cap_on_an_epoch_of_unknown_length_is_not_its_length(fields, tmp_path):
+    config = change(plain_text(tmp_path), packing="stream", **fields)
+    in_all = sum(1 for _ in create_data_iterator(config, MESH))
+    for cap in (2, 1000):
+        capped = create_data_iterator(change(config, max_steps_per_epoch=cap), MESH)
+        with pytest.raises(TypeError, match="no length"):
+            len(capped)
+        assert sum(1 for _ in capped) == min(cap, in_all)
+
+
+def test_a_cap_on_an_epoch_of_known_length_is_its_length_if_it_is_smaller(tmp_path):
+    (tmp_path / "texts").mkdir()
+    plain_text(tmp_path / "texts")
+    prepare(tmp_path / "texts", tmp_path / "prepared", num_workers=0)
+    options = BATCHES | {"tokenize_data": False, "packing": "stream", "drop_remainder": True}
+    config = GrainArrayRecordsDataConfig(data_path=tmp_path / "prepared", **options)
+    whole = len(create_data_iterator(config, MESH))
+    for cap in (2, 1000):
+        capped = create_data_iterator(change(config, max_steps_per_epoch=cap), MESH)
+        assert len(capped) == sum(1 for _ in capped) == min(cap, whole)
 
 
 def test_training_epochs_have_orders_of_their_own(tmp_path):

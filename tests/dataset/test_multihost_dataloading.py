@@ -137,6 +137,15 @@ def test_without_a_length_an_epoch_is_what_the_loader_has():
         len(iterator)
 
 
+@pytest.mark.parametrize(("bound", "expected"), [(2, [0, 1]), (9, [0, 1, 2])])
+def test_an_upper_bound_ends_an_epoch_but_is_not_its_length(bound, expected):
+    loader = [rows(index) for index in range(3)]
+    iterator = make_iterator(loader, iterator_length=bound, length_is_upper_bound=True)
+    with pytest.raises(TypeError, match="has no length"):
+        len(iterator)
+    assert indices(iterator) == expected
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     loader=st.sampled_from(sorted(LOADERS)),

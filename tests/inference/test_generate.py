@@ -97,6 +97,13 @@ def test_greedy_tokens_are_those_of_the_full_pass(name, masked):
     assert np.all(is_valid)
 
 
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_a_mask_of_zeros_and_ones_is_one_of_booleans(is_ragged):
+    mask = np.ones(PREFIXES.shape, bool)
+    mask[:, 3:] = not is_ragged
+    np.testing.assert_array_equal(run("mlstm", mask=mask.astype(np.int32))[0], run("mlstm", mask=mask)[0])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_a_prompt_are_held_for_its_last_position_alone(name):
     model = with_config(MODELS[name], vocab_size=19)  # a size that nothing else has

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from xlstm_jax.configs import ConfigError
 
@@ -98,16 +99,25 @@ def to_ours(state_dict: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, A
 
 
 def to_theirs(params: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, Any]:
-    """Turn parameters in the canonical layout into a foreign state dict; the inverse of `to_ours`."""
+    """Turn parameters in the canonical layout into a foreign state dict; the inverse of `to_ours`.
 
-    def find(name: str) -> Any:
-        node: Any = params
-        for part in name.split("."):
-            node = node[part]
-        return node
+    Args:
+        params: Our parameters as nested dictionaries.
+        rules: The rules; each parameter must be in one of them.
 
+    Returns:
+        The foreign parameters by name.
+    """
+    flat = flatten_dict(params, sep=".")
     own = [rule for rule in rules if rule.repeats is None]
-    return {rule.theirs: rule.transform.to_theirs([find(name) for name in rule.ours]) for rule in own}
+    needed = {name for rule in own for name in rule.ours}
+    missing, unknown = sorted(needed - flat.keys()), sorted(flat.keys() - needed)
+    if missing or unknown:
+        raise ConfigError(
+            f"The parameters are not those of this config, or have no place in the foreign model: {len(missing)} are "
+            f"missing ({', '.join(missing[:3])}), {len(unknown)} have no rule ({', '.join(unknown[:3])})."
+        )
+    return {rule.theirs: rule.transform.to_theirs([flat[name] for name in rule.ours]) for rule in own}
 
 
 def _check_repetition(state_dict: Mapping[str, Any], name: str, original: str) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.conversion.rules import (
     BLOCK_DIAGONAL,
     COPY,
@@ -15,6 +16,9 @@ from xlstm_jax.conversion.rules import (
     rename,
 )
 from xlstm_jax.models.xlstm.config import XLSTMConfig
+
+_OF_HUGGINGFACE = {"use_bias": False, "qk_norm": False, "input_gate": "exp", "norm": "rmsnorm"}
+"""What is not to be chosen in their model, by our names."""
 
 
 def config_from_huggingface(config: dict[str, Any], **changes: Any) -> XLSTMConfig:
@@ -53,7 +57,21 @@ def config_from_huggingface(config: dict[str, Any], **changes: Any) -> XLSTMConf
 
 
 def huggingface_rules(config: XLSTMConfig) -> list[Rule]:
-    """Return the rules for the state dict of `xLSTMForCausalLM` without fused weights and without biases."""
+    """Return the rules for the state dict of `xLSTMForCausalLM` without fused weights and without biases.
+
+    A config of ours that computes what their model cannot is refused.
+    """
+    for name, possible in _OF_HUGGINGFACE.items():
+        if getattr(config, name) != possible:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, but the xLSTM of Hugging Face, as it is converted here, has "
+                f"{possible!r}: only such a model can be converted."
+            )
+    if set(config.kinds) != {"mlstm"}:
+        raise ConfigError(
+            f"block_kinds is {config.block_kinds!r}, but the xLSTM of Hugging Face has only blocks 'mlstm': take "
+            "paper_rules for those of the paper."
+        )
     theirs, ours = "backbone.blocks.{i}.", "block_stack.block_{i}."
     block = [
         rename(theirs + "norm_mlstm.weight", ours + "norm_mlstm.scale"),
@@ -98,22 +116,32 @@ def config_from_paper(config: dict[str, Any], **changes: Any) -> XLSTMConfig:
     mlstm = (config.get("mlstm_block") or {}).get("mlstm", {})
     slstm_block = config.get("slstm_block") or {}
     slstm, feed_forward = slstm_block.get("slstm", {}), slstm_block.get("feedforward", {})
+    layers = {kind: layer for kind, layer in (("mlstm_up", mlstm), ("slstm", slstm)) if kind in kinds}
     fields = {
         "vocab_size": config["vocab_size"],
         "embedding_dim": config["embedding_dim"],
-        "num_heads": mlstm.get("num_heads") or slstm["num_heads"],
+        "num_heads": _shared_field(layers, "num_heads"),
         "num_blocks": len(kinds),
         "block_kinds": kinds,
         "tie_weights": config["tie_weights"],
         "norm": "layernorm",
         "norm_eps": 1e-5,
         "logits_soft_cap": None,
-        "conv_kernel_size": mlstm.get("conv1d_kernel_size") or slstm["conv1d_kernel_size"],
+        "conv_kernel_size": _shared_field(layers, "conv1d_kernel_size"),
         "up_proj_factor": mlstm.get("proj_factor", 2.0),
         "qkv_block_size": mlstm.get("qkv_proj_blocksize", 4),
         "slstm_ffn_factor": feed_forward.get("proj_factor", 1.3),
     }
     return XLSTMConfig(**(fields | changes))
+
+
+def _shared_field(layers: dict[str, dict[str, Any]], name: str) -> int:
+    """Return what the layers of all kinds of blocks have in common."""
+    values = {kind: layer[name] for kind, layer in layers.items()}
+    if len(set(values.values())) > 1:
+        found = " and ".join(f"{value} in {kind}" for kind, value in values.items())
+        raise ConfigError(f"{name} is {found} blocks, but those of our model have the same: it cannot be converted.")
+    return next(iter(values.values()))
 
 
 def paper_rules(config: XLSTMConfig) -> list[Rule]:

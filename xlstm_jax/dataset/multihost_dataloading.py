@@ -35,6 +35,7 @@ class MultiHostDataLoadIterator:
         pad_shapes: bool = False,
         pad_value: int | float = 0,
         prefetch: int = 0,
+        length_is_upper_bound: bool = False,
     ):
         """Wrap the loader of this process.
 
@@ -48,12 +49,15 @@ class MultiHostDataLoadIterator:
             pad_shapes: Pad arrays to the largest shape that they have in any process.
             pad_value: What they are padded with.
             prefetch: How many batches a thread puts on the devices before they are asked for.
+            length_is_upper_bound: Whether the loader may end before `iterator_length`: then nobody knows the length of
+                an epoch before it is over.
         """
         if prefetch and pad_shapes:
             raise ValueError("Shapes are padded by all processes together, which a thread must not do: set prefetch=0.")
         self.dataloader = dataloader
         self.global_mesh = global_mesh
         self.iterator_length = iterator_length
+        self.length_is_upper_bound = length_is_upper_bound
         self.dataset_size = dataset_size
         self.reset_after_epoch = reset_after_epoch
         self.pad_shapes = pad_shapes
@@ -107,7 +111,7 @@ class MultiHostDataLoadIterator:
         return self
 
     def __len__(self) -> int:
-        if self.iterator_length is None:
+        if self.iterator_length is None or self.length_is_upper_bound:
             raise TypeError("This iterator has no length: it yields what its loader has. Set iterator_length.")
         return self.iterator_length
 

@@ -38,7 +38,8 @@ def make_ordered_iterator(
     Returns:
         The iterator. One data set with `drop_remainder=False` ends after each pass over its documents. Otherwise an
         epoch ends, without a border in the data, when every data set has been read once more; it has a length where the
-        number of rows is known beforehand.
+        number of tokens is known beforehand. Without packing, its length is that of as many rows as there are
+        documents: where documents are longer than a row, such an epoch is only a part of the data.
     """
     _check_configs(configs)
     config = configs[0]
@@ -77,6 +78,7 @@ def make_ordered_iterator(
         dataset_size=sum(len(source.documents) for source in sources),
         reset_after_epoch=not is_endless and not config.shuffle_data,
         prefetch=config.worker_buffer_size,
+        length_is_upper_bound=length is None,
     )
 
 
@@ -127,7 +129,10 @@ def _row_schedule(config: TextDataConfig, mesh: Mesh) -> Callable[[int], int]:
 
 
 def _epoch_length(config: TextDataConfig, sources: Sequence[Source], shares: Sequence[float]) -> int | None:
-    """Return the number of batches that it takes to read each source once: counted in tokens, where rows are packed."""
+    """Return the number of batches in an epoch, if it is known: those of a pass over the tokens of each source.
+
+    Without packing, it is the number of batches for a row of each document, whatever the documents' lengths.
+    """
     if config.packing_name == "none":
         sizes, batch_size = [len(source.documents) for source in sources], config.global_batch_size
     else:

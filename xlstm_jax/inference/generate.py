@@ -46,7 +46,8 @@ def generate(
         state: The state of the model before the first token.
         rng: The random key. What is drawn at a position depends on the key and the position alone.
         prefix_tokens: How the sequences begin, `[batch, length]`; the first token is always taken.
-        prefix_mask: Which of them are given; the others are generated. All are given by default.
+        prefix_mask: Which of them are given, as booleans or as 0 and 1; the others are generated. All are given by
+            default.
         max_length: The length of the sequences.
         eod_token_id: A sequence ends after this token has been generated; one that is given does not end it. Below 0,
             no sequence ends early.
@@ -64,7 +65,8 @@ def generate(
         )
     behind = ((0, 0), (0, max_length - prefix_length))
     prefix = jnp.pad(prefix_tokens, behind)
-    is_given = jnp.pad(jnp.ones(prefix_tokens.shape, bool) if prefix_mask is None else prefix_mask, behind)
+    mask = jnp.ones(prefix_tokens.shape, bool) if prefix_mask is None else jnp.asarray(prefix_mask, bool)
+    is_given = jnp.pad(mask, behind)
     is_given = is_given.at[:, 0].set(True)
 
     def after_prefix(length: int, logits: jax.Array, state: PyTree) -> _Progress:
@@ -113,7 +115,7 @@ def generate(
     elif prefix_mask is None:
         first = begin()
     else:
-        first = lax.cond(_on_all_devices(prefix_mask, axis_names), begin, begin_empty)
+        first = lax.cond(_on_all_devices(mask, axis_names), begin, begin_empty)
     last = lax.while_loop(goes_on, choose, first)
     return last.tokens, last.is_valid
 

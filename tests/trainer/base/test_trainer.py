@@ -2,7 +2,9 @@
 
 import csv
 import dataclasses
+import io
 import json
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import make_mesh
+from rich.console import Console
 from trainer.runs import (
     ADAMW,
     LENGTH,
@@ -27,8 +30,10 @@ from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.trainer import TrainerConfig, TrainerModule
+from xlstm_jax.trainer.base.evaluation import Evaluation
 from xlstm_jax.trainer.callbacks import Callback, CallbackConfig
 from xlstm_jax.trainer.logger import LoggerConfig
+from xlstm_jax.trainer.logger.console import ConsoleLogger
 from xlstm_jax.trainer.optimizer import OptimizerConfig
 
 EIGHT = {"dp": 2, "fsdp": 2, "tp": 2}
@@ -204,6 +209,20 @@ def test_sets_of_validation_have_names():
         alone = trainer.eval_model(loader, mode="val", epoch_idx=1)
         assert metrics[f"{name}_loss"] == alone["loss"]
         assert metrics[f"{name}_perplexity"] == alone["perplexity"]
+
+
+def test_a_bar_for_a_loader_that_does_not_know_its_length_has_no_end():
+    class Loader:
+        def __iter__(self):
+            return iter(range(3))
+
+        def __len__(self):
+            raise TypeError
+
+    tool = ConsoleLogger.__new__(ConsoleLogger)
+    tool.console = Console(file=io.StringIO(), force_terminal=True)
+    trainer = SimpleNamespace(logger=SimpleNamespace(log_tools=[tool]))
+    assert list(Evaluation.tracker(trainer, Loader(), desc="val 1")) == [0, 1, 2]
 
 
 def test_validation_may_be_absent(caplog):

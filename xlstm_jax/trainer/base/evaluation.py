@@ -110,5 +110,6 @@ class Evaluation(CallbackHooks):
         console = next((tool.console for tool in self.logger.log_tools if isinstance(tool, ConsoleLogger)), None)
         if console is None or not console.is_terminal:
             return iter(iterator)
-        total = kwargs.get("total") or (len(iterator) if hasattr(iterator, "__len__") else None)
-        return iter(track(iterator, description=kwargs.get("desc", ""), total=total, console=console, transient=True))
+        # Without a total, rich asks for a length, and takes no for an answer.
+        description, total = kwargs.get("desc", ""), kwargs.get("total")
+        return iter(track(iterator, description=description, total=total, console=console, transient=True))
