@@ -17,7 +17,8 @@ TESTS ?=
 WORKERS ?= logical
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Modules are compiled when they are imported: all of them, used or not, take as long as the rest of an installation.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
