@@ -131,7 +131,7 @@ def test_a_run_that_is_refused_leaves_the_settings_as_they_were(command, trained
     assert main([*command, "model.embedding_dim=64"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "embedding_dim" in line
-    assert "start a new run from its parameters: xlstm-jax train ... init_from=RUN" in line
+    assert "start a new run from its parameters: xlstm-jax train ... init_from=" in line
     assert [file.read_bytes() for file in files] == before
 
 

@@ -5,7 +5,6 @@ import contextlib
 import io
 import logging
 import os
-import re
 import shlex
 import signal
 import sys
@@ -18,10 +17,6 @@ from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import GROUPS_FOLDER, ROOT, free_keys, groups, register_run_id, search_path
 
 BAD_STEP, WRONG_SETTING = 3, 2
-
-_NEW_RUN_IN_PYTHON = re.compile(r"start a.*load_pretrained_model\([^)]*\)")
-"""How the trainer says, to those who call it, that only a new run can have such settings."""
-_NEW_RUN = "start a new run from its parameters: xlstm-jax train ... init_from=RUN"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,16 +172,17 @@ class CannotOpenError(Exception):
 def _open(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None) -> Any:
     """Open a run; what is wrong with its data or its folder is said in a line, unless HYDRA_FULL_ERROR is set."""
     from xlstm_jax.recipes.run import open_run
+    from xlstm_jax.trainer.callbacks.checkpointing import OtherSettingsError
 
     try:
         return open_run(settings, folder, notes)
     except ConfigError:
         raise
+    except OtherSettingsError as error:
+        raise ConfigError(f"{error.problem}: {as_command('train', '...', f'init_from={as_typed(folder)}')}") from error
     except (ImportError, OSError, ValueError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
-        if _NEW_RUN_IN_PYTHON.search(str(error)):
-            raise ConfigError(_NEW_RUN_IN_PYTHON.sub(_NEW_RUN, str(error))) from error
         raise CannotOpenError(f"{type(error).__name__}: {error}") from error
 
 

@@ -63,6 +63,19 @@ class ModelCheckpointConfig(CallbackConfig):
         return ModelCheckpoint(self, trainer, data_module)
 
 
+class OtherSettingsError(ValueError):
+    """A run cannot go on with other settings than it had.
+
+    Args:
+        problem: What is wrong, up to the advice to start a new run.
+        how: How one does that in Python. Who offers another way says so instead.
+    """
+
+    def __init__(self, problem: str, how: str):
+        super().__init__(problem + how)
+        self.problem = problem
+
+
 class ModelCheckpoint(Callback):
     """Writes the state of a run, what callbacks keep, where data loaders stand, the configs and the metrics.
 
@@ -199,15 +212,15 @@ class ModelCheckpoint(Callback):
             Also `run`, what `run_state` of the trainer returned, and `callbacks`, for `saved_run.restore_callbacks`.
 
         Raises:
-            ValueError: If the run cannot go on under the configs of the trainer.
+            OtherSettingsError: If the run cannot go on under the configs of the trainer.
         """
         step = self.resolve_step_idx(step_idx, load_best)
         differences = saved_run.log_differences(self.store, step, self.trainer)
         if forbidding := [str(difference) for difference in differences if difference.forbids_resuming]:
-            raise ValueError(
+            raise OtherSettingsError(
                 f"The run in {self.store.folder} cannot go on with other settings: {'; '.join(forbidding)}. Go back to "
-                "the old ones, or start a new run, with another log_path, from its parameters: "
-                "load_pretrained_model(..., load_optimizer=False)."
+                "the old ones, or start a new run from its parameters",
+                ", with another log_path: load_pretrained_model(..., load_optimizer=False).",
             )
         state = saved_run.load_run(self.store, step, self.trainer, free=delete_params_before_loading)
         self.store.adopt()
