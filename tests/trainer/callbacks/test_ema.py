@@ -151,10 +151,12 @@ def test_a_checkpoint_without_an_average_starts_it_from_the_parameters():
 
 
 class State(SimpleNamespace):
-    """No more of a train state than its parameters."""
+    """No more of a train state than its parameters, and an optimizer without a state."""
 
-    def replace(self, params):
-        return State(params=params)
+    opt_state = ()
+
+    def replace(self, params, opt_state):
+        return State(params=params, opt_state=opt_state)
 
 
 def test_parameters_of_low_precision_have_an_average_of_full_precision():
