@@ -219,13 +219,21 @@ def test_what_hydra_cannot_start_is_one_line(word, message, folder, capsys):
     assert line.startswith(message)
 
 
-def test_a_run_that_was_stopped_before_it_had_settings_says_where_to_begin_again(folder, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("where", "advice"),
+    [
+        ("prepare_data", "Begin again with:  xlstm-jax resume 'my run'"),
+        ("initialize_mesh", "with the same command, and in this folder with:  'hydra.run.dir=my run'"),
+    ],
+)
+def test_a_run_that_was_stopped_at_its_start_says_how_to_begin_again(where, advice, folder, capsys, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("xlstm_jax.recipes.run.prepare_data", stop)
+    monkeypatch.setattr(f"xlstm_jax.recipes.run.{where}", stop)
     assert main(["train", *TINY, "hydra.run.dir=my run"]) == 130
-    assert "with the same command, and in this folder with:  'hydra.run.dir=my run'" in capsys.readouterr().out
+    assert advice in capsys.readouterr().out
+    assert (folder / "my run/config.yaml").exists() == ("resume" in advice)
 
 
 def test_a_run_that_diverges_has_a_code_of_its_own(folder, capsys):

@@ -74,7 +74,8 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
     """Prepare the data of a run, build its trainer, and go on from its latest checkpoint if it has one.
 
     Args:
-        settings: The settings of the run, as they were composed. Its folder keeps them once all else has worked.
+        settings: The settings of the run, as they were composed. Its folder keeps them: those of a new run at once,
+            other ones of an old run when all else has worked.
         folder: Where the run is kept.
         notes: What Hydra has to say about this start, by the names of its files.
 
@@ -86,6 +87,8 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
     folder = _shared_folder(folder)
     with contextlib.ExitStack() as lock:
         lock.enter_context(locked(folder))
+        if not (folder / CONFIG_FILE).is_file():  # A new run goes on even if it is killed while it prepares its data.
+            write_settings(settings, folder, notes)
         data = config.data.in_folder(folder)
         prepare_data(data)
         measures = _measure_validation(data)
