@@ -9,6 +9,7 @@ import dataclasses
 
 GB = 1e9
 TERA = 1e12
+HOPPER_KINDS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,16 @@ class Accelerator:
     def flops(self, dtype: str) -> float:
         """Return the peak in a precision."""
         return self.bfloat16_flops if dtype in ("bfloat16", "float16") else self.float32_flops
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether this is an NVIDIA GPU."""
+        return any(kind.startswith("NVIDIA") for kind in self.device_kinds)
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether this is one of the GPUs that our kernels are written for."""
+        return any(kind.startswith(HOPPER_KINDS) for kind in self.device_kinds)
 
 
 ACCELERATORS = (

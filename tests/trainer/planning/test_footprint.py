@@ -1,0 +1,85 @@
+"""The formula for memory agrees with steps that were measured on an H200."""
+
+import dataclasses
+
+import pytest
+from trainer.planning.setups import make_setup
+
+from xlstm_jax.models.xlstm import XLSTMConfig
+from xlstm_jax.trainer.accelerators import find_accelerator
+from xlstm_jax.trainer.planning.footprint import state_bytes, step_memory
+
+GIB = 2**30
+H200 = find_accelerator("h200")
+SHAPES = {
+    "162m": {"embedding_dim": 768, "num_heads": 6, "num_blocks": 12, "ffn_dim": 2048},
+    "1.4b": {"embedding_dim": 2048, "num_heads": 4, "num_blocks": 24},
+}
+MEASURED = [  # model, rows of 8192 tokens, remat, scanned, kept logits, GiB
+    ("162m", 16, "none", False, True, 55),
+    ("162m", 16, "none", False, False, 44),
+    ("162m", 8, "none", False, False, 23),
+    ("162m", 16, "full", True, False, 9.0),
+    ("162m", 16, "dots", True, True, 42),
+    ("162m", 16, "none", True, True, 75),
+    ("162m", 16, "full", False, True, 18),
+    ("1.4b", 8, "dots", False, True, 100),
+    ("1.4b", 8, "norms", False, True, 123),
+    ("1.4b", 8, "dots", False, False, 95),
+    ("1.4b", 6, "none", False, True, 107),
+    ("1.4b", 4, "none", False, False, 75),
+    ("1.4b", 8, "full", True, False, 33),
+    ("1.4b", 8, "full", True, True, 33),
+    ("1.4b", 8, "dots", True, True, 99),
+]
+"""The peaks of `benchmarks/train_step.py` on one H200, jax 0.11.2."""
+
+
+def measured_setup(model, rows, remat, scanned, kept):
+    shape = XLSTMConfig(
+        vocab_size=50304,
+        dtype="bfloat16",
+        head_dtype="bfloat16",
+        loss_chunk_size=8192,
+        keep_logits=kept,
+        scan_blocks=scanned,
+        **SHAPES[model],
+    )
+    return make_setup(shape=shape, remat=remat, rows=rows, length=8192)
+
+
+@pytest.fixture(scope="module")
+def states():
+    return {model: state_bytes(measured_setup(model, 8, "full", True, False)) for model in SHAPES}
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(map(str, row)))
+def test_the_formula_is_within_five_percent_of_what_was_measured(row, states):
+    *run, gib = row
+    assert step_memory(measured_setup(*run), H200, states[run[0]]) / GIB == pytest.approx(gib, rel=0.05)
+
+
+def test_the_state_does_not_depend_on_remat_and_scan(states):
+    assert state_bytes(measured_setup("162m", 8, "none", False, True)) == states["162m"]
+
+
+@pytest.mark.parametrize("change", [{"fsdp": 4, "dp": 1}, {"dp": 1, "tp": 4}])
+def test_sharded_parameters_take_less_memory_on_a_device(change):
+    shape = XLSTMConfig(vocab_size=512, embedding_dim=256, num_heads=4, num_blocks=2, dtype="bfloat16")
+    whole = make_setup(dp=4, shape=shape, rows=4, length=64, remat="full")
+    assert step_memory(make_setup(shape=shape, rows=4, length=64, remat="full", **change), H200) < step_memory(
+        whole, H200
+    )
+
+
+def test_minibatches_save_the_memory_of_activations_and_hold_a_sum_of_gradients(states):
+    whole = measured_setup("162m", 16, "dots", True, True)
+    half = dataclasses.replace(whole, trainer=dataclasses.replace(whole.trainer, gradient_accumulate_steps=2))
+    of_eight = step_memory(measured_setup("162m", 8, "dots", True, True), H200, states["162m"])
+    assert step_memory(half, H200, states["162m"]) == of_eight + states["162m"].parameters
+
+
+def test_the_cell_in_plain_jax_needs_more_than_the_kernels(states):
+    setup = measured_setup("162m", 16, "full", True, False)
+    a100 = find_accelerator("a100-80")
+    assert step_memory(setup, a100, states["162m"]) > step_memory(setup, H200, states["162m"])
