@@ -65,3 +65,9 @@ def test_settings_that_a_version_does_not_know_do_not_forbid_resuming():
     old = configs()
     del old["model"]["model_config"]["norm"]
     assert [difference.forbids_resuming for difference in compare_configs(old, configs())] == [False]
+
+
+@pytest.mark.parametrize(("field", "value"), [("keep_logits", True), ("remat", "dots"), ("loss_chunk_size", 77)])
+def test_a_setting_that_trades_memory_for_speed_can_be_changed(field, value):
+    new = configs(model=dataclasses.replace(CONFIG, **{field: value}))
+    assert [difference.forbids_resuming for difference in compare_configs(configs(), new)] == [False]

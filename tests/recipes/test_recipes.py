@@ -83,7 +83,7 @@ def test_the_number_of_parameters_is_the_published_one(name):
 def test_recipes_have_the_published_sizes(size):
     group = size.replace("xLSTM-", "xlstm_").replace(".", "_").lower()
     shape = build_run(compose([f"model={group}", "data=synthetic"])).model.model_config
-    expected = published(size, dtype="bfloat16", parallel=shape.parallel)
+    expected = published(size, dtype="bfloat16", head_dtype="bfloat16", parallel=shape.parallel)
     assert shape == expected
 
 

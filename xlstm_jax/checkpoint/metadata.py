@@ -10,7 +10,7 @@ VERSION = 1
 ABSENT = "absent"
 
 _FREE_MODEL_FIELDS = re.compile(
-    r"(^|\.)(parallel\..*|\w*dtype|\w*_backend|\w*chunk_size|\w*dropout\w*|\w*_init|scan_blocks|remat|max_state_length)$"
+    r"(^|\.)(parallel\..*|\w*dtype|\w*_backend|\w*chunk_size|\w*dropout\w*|\w*_init|scan_blocks|remat|keep_logits|max_state_length)$"
 )
 """Fields that change how a model is computed, initialised or regularised, but not what its parameters mean."""
 

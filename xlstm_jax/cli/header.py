@@ -14,7 +14,12 @@ from xlstm_jax.kernels.slstm.api import choose_backend as choose_slstm
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.recipes.run import Run
-from xlstm_jax.trainer.planning.plan import Plan, make_plan
+from xlstm_jax.trainer.base.compiled_step import CompiledMemory
+from xlstm_jax.trainer.planning.abstract import AbstractTrainer
+from xlstm_jax.trainer.planning.communication import estimate_communication
+from xlstm_jax.trainer.planning.estimate import step_time
+from xlstm_jax.trainer.planning.memory import list_parameters, state_memory
+from xlstm_jax.trainer.planning.plan import resolve_accelerator
 
 GIB = 2**30
 
@@ -62,21 +67,26 @@ def _facts(run: Run) -> Mapping[str, str]:
         "kernels": _describe_kernels(shape),
         "parameters": f"{trainer.get_num_params():,}",
         "batch": f"{config.batch_size} × {config.context_length} = {num_tokens:,} tokens",
+        "performance": run.performance.reason,
     }
-    plan = _plan(run)
-    if plan is not None:
-        state = f"of which {plan.persistent.total / GIB:.2f} GiB are parameters, optimizer and batch"
-        facts["memory"] = f"about {plan.memory / GIB:.2f} GiB on a device, {state}"
+    if trainer.compiled_memory is not None:
+        facts["memory"] = _describe_memory(trainer.compiled_memory, run.performance.memory_limit)
     if run.validation_text is not None and run.validation_text.compressors:
         text = run.validation_text
         reached = ", ".join(f"{name} {bits:.2f}" for name, bits in text.compressors.items())
         facts["to beat"] = f"{reached} bits per byte on the {text.num_bytes:,} bytes of validation text"
     if config.num_train_steps is not None:
         facts["length"] = f"{config.num_train_steps:,} steps, {config.num_train_steps * num_tokens:,} tokens"
-        if plan is not None:
-            left = (config.num_train_steps - trainer.global_step) * plan.time.total
-            facts["length"] += f"; at a guess {_duration(left)}"
+        if (seconds := _estimate_step_seconds(run)) is not None:
+            left = (config.num_train_steps - trainer.global_step) * seconds
+            facts["length"] += f"; estimated {_duration(left)}"
     return {**facts, "folder": as_typed(run.folder)}
+
+
+def _describe_memory(compiled: CompiledMemory, limit: int | None) -> str:
+    available = "" if limit is None else f" of {limit / GIB:.2f} GiB"
+    state = f"{compiled.arguments / GIB:.2f} GiB are parameters, optimizer and batch"
+    return f"{compiled.peak / GIB:.2f}{available or ' GiB'} on a device, as compiled; {state}"
 
 
 def _describe_devices(mesh: Any) -> str:
@@ -101,16 +111,20 @@ def _describe_kernels(shape: Any) -> str:
     return "\n".join(dict.fromkeys(lines))
 
 
-def _plan(run: Run) -> Plan | None:
-    """Return what the run is expected to need, without compiling anything; `None` for models that are not ours."""
+def _estimate_step_seconds(run: Run) -> float | None:
+    """Estimate the time of a step, without tracing one; `None` for models and devices that are not known."""
     config, device = run.config, run.trainer.mesh.devices.flat[0]
     if not isinstance(config.model.model_config, XLSTMConfig | LlamaConfig):
         return None
     setup = config.setup(run.trainer.mesh.size)
+    kind = "cpu" if device.platform == "cpu" else device.device_kind
     try:
-        return make_plan(setup, "cpu" if device.platform == "cpu" else device.device_kind, compiles=False)
+        accelerator = resolve_accelerator(kind, setup.num_devices)
     except ValueError:  # a device that is in no table
         return None
+    trainer = AbstractTrainer.from_setup(setup)
+    communication = estimate_communication(setup, list_parameters(trainer))
+    return step_time(setup, state_memory(trainer), communication, accelerator).total
 
 
 def _duration(seconds: float) -> str:

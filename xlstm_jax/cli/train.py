@@ -131,15 +131,14 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
         settings: The settings, with references between them or without.
         notes: What Hydra has to say about this start, by the names of its files.
     """
-    from xlstm_jax.cli.header import describe_end, describe_start
+    from xlstm_jax.cli.header import describe_end
     from xlstm_jax.trainer.base.signals import TrainingInterrupted
 
     # Libraries give the root logger handlers of theirs; what is said here has its own.
     logging.getLogger("xlstm_jax").propagate = False
     try:
-        opened = _open(settings, folder, notes)
-        show(describe_start(opened))
-        opened.train()
+        while (opened := _train_if_it_fits(settings, folder, notes)) is None:
+            pass
     except ConfigError as error:
         complain(str(error))
         return WRONG_SETTING
@@ -154,6 +153,22 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
         return 128 + signal.SIGINT
     show(describe_end(opened))
     return BAD_STEP if opened.trainer.status == "nan" else 0
+
+
+def _train_if_it_fits(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None) -> Any:
+    """Open a run and train it; return `None` if its step did not fit and another choice is left to try."""
+    from xlstm_jax.cli.header import describe_start
+    from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
+
+    opened = _open(settings, folder, notes)
+    try:
+        opened.compile()
+        show(describe_start(opened))
+        opened.train()
+    except StepDoesNotFitError as error:
+        opened.close_without_room(error)
+        return None
+    return opened
 
 
 def _how_to_begin_again(folder: Path) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import yaml
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -25,7 +24,10 @@ from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.recipes.compose import resolved
 from xlstm_jax.recipes.data import DataRecipe
 from xlstm_jax.recipes.lock import locked
+from xlstm_jax.recipes.performance import Performance, describe_devices, reject, resolve_performance
+from xlstm_jax.recipes.processes import from_first_process
 from xlstm_jax.recipes.run_config import RunConfig, build_run
+from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
 from xlstm_jax.trainer.callbacks.run_report import RunReportConfig
 from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
 from xlstm_jax.trainer.llm.trainer import LLMTrainer
@@ -40,7 +42,6 @@ CONFIG_FILE = "config.yaml"
 HYDRA_FOLDER = ".hydra"
 COMPOSED_FILE = f"{HYDRA_FOLDER}/config.yaml"
 """The same with references between them, as Hydra keeps them: what follows from a setting changes with it."""
-LONGEST_PATH = 4096
 MEASURED_BYTES = 8 * 2**20
 """How much validation text is measured; only a set that is smaller is compared with compressors."""
 
@@ -56,8 +57,37 @@ class Run:
     val_loader: DataIterator | dict[str, DataIterator] | None
     validation_text: TextMeasures | None
     """How large the validation set is, and what compressors make of it, if it is text."""
+    performance: Performance
+    """What `performance: auto` has chosen; it is part of the config."""
     lock: contextlib.ExitStack
     """Keeps other processes out of the folder until training has ended."""
+
+    def compile(self) -> None:
+        """Compile the training step ahead of time.
+
+        Raises:
+            StepDoesNotFitError: If it needs more memory than a device has.
+        """
+        memory, limit = self.trainer.compile_train_step(), self.performance.memory_limit
+        if memory is not None and limit is not None and memory.peak > limit:
+            raise StepDoesNotFitError(memory.peak, limit)
+
+    def close_without_room(self, error: StepDoesNotFitError) -> None:
+        """Let go of the folder and the devices, so that the run can be opened again with less need of memory.
+
+        Raises:
+            ConfigError: If no setting of the run was chosen for it, so there is no other choice.
+        """
+        self.lock.close()
+        if not self.performance.is_chosen:
+            raise ConfigError(
+                f"{error} The settings are {self.performance.reason}: set model.remat=full, "
+                "trainer.gradient_accumulate_steps or a smaller batch_size; performance=auto chooses what is not set."
+            ) from error
+        if jax.process_count() > 1 and error.needed is None:
+            raise error  # Other processes may wait for this one: only a new start can choose again.
+        reject(self.folder, self.performance, error)
+        self.trainer.state = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def train(self) -> dict[str, Any]:
         """Train to the end, from wherever the run is, and return the metrics of each evaluation."""
@@ -82,13 +112,16 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
     Returns:
         The run.
     """
-    config = build_run(resolved(settings))
+    plain = resolved(settings)
+    config = build_run(plain)
     mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
-    folder = _shared_folder(folder)
+    folder = Path(from_first_process(lambda: str(folder)))
     with contextlib.ExitStack() as lock:
         lock.enter_context(locked(folder))
         if not (folder / CONFIG_FILE).is_file():  # A new run goes on even if it is killed while it prepares its data.
             write_settings(settings, folder, notes)
+        performance = resolve_performance(config, plain, describe_devices(mesh), folder)
+        config = performance.apply(config)
         data = config.data.in_folder(folder)
         prepare_data(data)
         measures = _measure_validation(data)
@@ -103,7 +136,7 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
         train_loader, val_loader = _open_loaders(data, trainer.mesh)
         _load_state(trainer, config, train_loader)
         write_settings(settings, folder, notes)
-        return Run(config, folder, trainer, train_loader, val_loader, measures, lock.pop_all())
+        return Run(config, folder, trainer, train_loader, val_loader, measures, performance, lock.pop_all())
 
 
 def prepare_data(data: DataRecipe) -> None:
@@ -157,16 +190,6 @@ def find_latest(outputs: Path) -> Path:
 def _last_sign_of_life(folder: Path) -> float:
     files = [folder / name for name in (CONFIG_FILE, "heartbeat.json", "output.log")]
     return max(file.stat().st_mtime for file in files if file.exists())
-
-
-def _shared_folder(folder: Path) -> Path:
-    """Return the folder of the first process: others may have started in another second, and so have another name."""
-    if jax.process_count() == 1:
-        return folder
-    name = str(folder).encode()
-    padded = np.zeros(LONGEST_PATH, np.uint8)
-    padded[: len(name)] = list(name)
-    return Path(bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0").decode())
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import dataclasses
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, TextDataConfig
@@ -45,6 +45,9 @@ class RunConfig(ConfigDict):
     """The folder of a run whose parameters this one starts from."""
     init_optimizer: bool = False
     """Whether to take over its optimizer state and its step too."""
+    performance: Literal["auto", "manual"] = "auto"
+    """`auto` chooses remat, kept logits, loss chunks, scanned or unrolled blocks and gradient accumulation, where they
+    are not set, for the memory of the devices; `manual` takes all settings as they are."""
     model: ModelConfig
     data: DataRecipe
     optimizer: OptimizerConfig

@@ -63,6 +63,12 @@ def place_batch(batch: Batch, mesh: Mesh, specs: P) -> Batch:
     return jax.tree.map(place, batch)
 
 
+def shapes_on_mesh(shapes: PyTree, mesh: Mesh | AbstractMesh, spec: P) -> PyTree:
+    """Return the shapes of arrays that are all split over a mesh in the same way."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+
+
 def zeros_on_mesh(shapes: PyTree, mesh: Mesh) -> FrozenDict:
     """Return zeros of the given shapes on all devices."""
     sharding = NamedSharding(mesh, P())

@@ -26,6 +26,7 @@ from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.trainer.base.batches import BatchStream
 from xlstm_jax.trainer.base.clock import USEFUL, Clock, Heartbeat
+from xlstm_jax.trainer.base.compiled_step import CompiledMemory, out_of_memory_is_reported
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.evaluation import DataLoaders, EvalStep
 from xlstm_jax.trainer.base.guard import GuardState
@@ -42,7 +43,7 @@ from xlstm_jax.trainer.logger.base_logger import Logger, LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig, build_gradient_transformations, build_optimizer
-from xlstm_jax.trainer.placement import compile_step, init_sharded, on_mesh, place_batch, zeros_on_mesh
+from xlstm_jax.trainer.placement import compile_step, init_sharded, on_mesh, place_batch, shapes_on_mesh, zeros_on_mesh
 
 __all__ = ["TrainerConfig", "TrainerModule"]
 
@@ -89,6 +90,7 @@ class TrainerModule(Validation):
         status: How the last training ended: `success`, `nan`, `interrupted` or `error`; `None` before the first.
         clock: Where the time went.
         monitor: Counts tokens and bad steps.
+        compiled_memory: What the training step needs, once `compile_train_step` has compiled it.
     """
 
     config_class: type[TrainerConfig] = TrainerConfig
@@ -125,6 +127,7 @@ class TrainerModule(Validation):
         self._eval_metric_shapes: PyTree = None
         self._interrupts = Interrupts()
         self._signal_number = 0
+        self.compiled_memory: CompiledMemory | None = None
         self.init_mesh(model_config, mesh)  # Processes find each other here, before anything asks for their number.
         self.init_logger(trainer_config.logger)
         self.build_model(model_config)
@@ -304,6 +307,25 @@ class TrainerModule(Validation):
             _, self._train_metric_shapes = jax.eval_shape(self.train_step, self.state, batch, None)
         return zeros_on_mesh(self._train_metric_shapes, self.mesh)
 
+    def compile_train_step(self) -> CompiledMemory | None:
+        """Compile the training step for the example batch, ahead of the first step, which then does not compile again.
+
+        Returns:
+            What the step needs; `None` in a debugging run, which compiles nothing.
+
+        Raises:
+            StepDoesNotFitError: If the compiler found that it does not fit, as those for TPUs do.
+        """
+        if self.compiled_memory is None and not self.trainer_config.debug:
+            metrics = self.init_train_metrics()
+            batch = shapes_on_mesh(self.exmp_batch, self.mesh, self.batch_partition_specs)
+            step: Any = self.train_step
+            with out_of_memory_is_reported(self.mesh.local_devices[0]), self.clock.measure("compile") as span:
+                compiled = step.lower(self.state, batch, metrics).compile()
+            LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
+            self.compiled_memory = CompiledMemory.of(compiled, self.mesh.devices.flat[0].device_kind)
+        return self.compiled_memory
+
     def train_model(
         self,
         train_loader: DataIterator,
@@ -451,11 +473,13 @@ class TrainerModule(Validation):
         if self.train_metrics is None:
             self.train_metrics = self._first_train_metrics(batch)
         if self.first_step:
-            with self.clock.measure("compile") as span:
-                self.state, self.train_metrics = self.train_step(self.state, batch, self.train_metrics)
+            with out_of_memory_is_reported(self.mesh.local_devices[0]):
+                with self.clock.measure("compile") as span:
+                    self.state, self.train_metrics = self.train_step(self.state, batch, self.train_metrics)
+                jax.block_until_ready(self.train_metrics)
             self.first_step = False
-            LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
-            jax.block_until_ready(self.train_metrics)
+            if self.compiled_memory is None:
+                LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
             self.logger.restart_timer(self.global_step)
             return
         with jax.profiler.StepTraceAnnotation("train_step", step_num=self.global_step):

@@ -9,13 +9,12 @@ from flax.core import FrozenDict
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xlstm_jax.common_types import PyTree
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.trainer.llm.trainer import LLMTrainer, LLMTrainerConfig
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
-from xlstm_jax.trainer.placement import check_rows, find_specs, on_mesh
+from xlstm_jax.trainer.placement import check_rows, find_specs, on_mesh, shapes_on_mesh
 from xlstm_jax.trainer.planning.setup import Setup
 from xlstm_jax.utils.partitioned import is_partitioned, reboxed, unboxed
 
@@ -59,7 +58,7 @@ class AbstractTrainer(LLMTrainer):
     def init_model(self, exmp_input: Batch) -> None:
         """Find the shapes and the shardings of batch and state."""
         check_rows(exmp_input, self.mesh)
-        self.exmp_batch = _spread(exmp_input, self.mesh, self.batch_partition_specs)
+        self.exmp_batch = shapes_on_mesh(exmp_input, self.mesh, self.batch_partition_specs)
         key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
         in_specs = (P(), self.batch_partition_specs)
         specs = find_specs(self.init_state, self.mesh, in_specs, key, self.exmp_batch)
@@ -76,7 +75,7 @@ class AbstractTrainer(LLMTrainer):
     def train_metrics_shapes(self) -> FrozenDict:
         """The shapes of the metrics that a training step adds to."""
         _, shapes = jax.eval_shape(self.train_step, self.state, self.exmp_batch, None)
-        return FrozenDict(_spread(shapes, self.mesh, P()))
+        return FrozenDict(shapes_on_mesh(shapes, self.mesh, P()))
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
@@ -92,14 +91,10 @@ class AbstractTrainer(LLMTrainer):
         """Return the evaluation step, ready to be compiled if the mesh has devices."""
         step: Any = self.eval_step
         shapes = jax.eval_shape(step, self.state, self.exmp_batch, None)
-        return self._lower(step.trace(self.state, self.exmp_batch, FrozenDict(_spread(shapes, self.mesh, P()))))
+        return self._lower(step.trace(self.state, self.exmp_batch, FrozenDict(shapes_on_mesh(shapes, self.mesh, P()))))
 
     def _lower(self, traced: jax.stages.Traced) -> jax.stages.Lowered:
         return traced.lower() if isinstance(self.mesh, Mesh) else traced.lower(lowering_platforms=(PLATFORM,))
-
-
-def _spread(shapes: PyTree, mesh: Mesh | AbstractMesh, spec: P) -> PyTree:
-    return jax.tree.map(lambda shape: _shape_on(shape, mesh, spec), shapes)
 
 
 def _shape_on(shape: Any, mesh: Mesh | AbstractMesh, spec: P) -> jax.ShapeDtypeStruct:
