@@ -39,13 +39,14 @@ def test_the_mesh_can_be_made_of_some_devices_with_other_names():
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"data_axis_size": 3}, "need 3 devices"),
-        ({"data_axis_size": 16}, "need 16 devices"),
-        ({"fsdp_axis_size": 3}, "multiple of 3"),
-        ({"fsdp_axis_size": 16}, "multiple of 16"),
+        ({"data_axis_size": 3}, "need 3 devices. Set data_axis_size=8"),
+        ({"data_axis_size": 16}, "need 16 devices. Set data_axis_size=8"),
+        ({"fsdp_axis_size": 3}, "multiple of 3 devices. Set fsdp_axis_size=1"),
+        ({"fsdp_axis_size": 16}, "multiple of 16 devices. Set fsdp_axis_size=8"),
+        ({"fsdp_axis_size": 3, "model_axis_size": 3}, "multiple of 9 devices. Set data_axis_size=-1 and all other"),
         ({"fsdp_axis_size": -1}, "not dp and fsdp"),
-        ({"model_axis_size": 0}, "size of tp must be at least 1"),
-        ({"data_axis_size": -2}, "size of dp must be at least 1"),
+        ({"model_axis_size": 0}, "model_axis_size must be at least 1"),
+        ({"data_axis_size": -2}, "data_axis_size must be at least 1"),
     ],
 )
 def test_an_impossible_mesh_is_an_error_that_lists_the_devices_and_the_sizes(sizes, reason):
@@ -56,6 +57,25 @@ def test_an_impossible_mesh_is_an_error_that_lists_the_devices_and_the_sizes(siz
     assert all(f"{name}={size}" in message for name, size in config.axis_sizes.items())
     assert "8 devices" in message
     assert str(jax.devices()[3]) in message
+
+
+@pytest.mark.parametrize(("num_devices", "shape"), [(1, (1, 1, 1, 1)), (4, (1, 2, 1, 2)), (8, (1, 4, 1, 2))])
+def test_an_fsdp_axis_that_may_shrink_takes_the_devices_there_are(num_devices, shape):
+    config = ParallelConfig(fsdp_axis_size=8, fsdp_axis_shrinks=True, model_axis_size=shape[-1])
+    assert initialize_mesh(config, np.array(jax.devices()[:num_devices])).devices.shape == shape
+
+
+def test_an_fsdp_axis_that_shrinks_is_logged(caplog):
+    config = ParallelConfig(fsdp_axis_size=8, fsdp_axis_shrinks=True)
+    initialize_mesh(config, np.array(jax.devices()))
+    assert not caplog.messages
+    initialize_mesh(config, np.array(jax.devices()[:4]))
+    assert caplog.messages == ["4 devices for fsdp_axis_size=8: parameters are sharded over 4."]
+
+
+def test_an_fsdp_axis_that_may_shrink_does_not_leave_devices_out():
+    with pytest.raises(ValueError, match=r"a multiple of 3 devices\. Set fsdp_axis_size=1"):
+        initialize_mesh(ParallelConfig(fsdp_axis_size=3, fsdp_axis_shrinks=True))
 
 
 def test_two_axes_of_one_name_are_refused():

@@ -6,9 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from processes import TESTS
 
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.configs import SyntheticDataConfig
+from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.models.cost import model_cost
 from xlstm_jax.models.xlstm.config import SIZES, published
 from xlstm_jax.recipes.compose import GROUPS_FOLDER, compose, groups
@@ -20,6 +25,8 @@ from xlstm_jax.trainer.planning.setup import Setup
 EXPERIMENTS = sorted(groups()["experiment"])
 PUBLISHED = [name for name in EXPERIMENTS if name.startswith(("xlstm", "llama", "paper"))]
 NUM_DEVICES = {"xlstm_7b": 128, "xlstm_7b_long": 128}
+NEEDED = {"xlstm_7b_long": ["init_from=some/run"]}
+"""Settings that a recipe leaves to its user."""
 NUM_PARAMETERS = {
     "paper_125m": 163.8,
     "paper_350m": 409.3,
@@ -33,8 +40,7 @@ NUM_PARAMETERS = {
 
 
 def run_of(name: str) -> RunConfig:
-    more = ["init_from=some/run"] if name.endswith("_long") else []
-    return build_run(compose([f"experiment={name}", *more]))
+    return build_run(compose([f"experiment={name}", *NEEDED.get(name, [])]))
 
 
 def setup_of(name: str, num_devices: int | None = None) -> Setup:
@@ -50,6 +56,31 @@ def lower(name: str) -> int:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_recipe_composes_under_its_own_name(name):
     assert run_of(name).name == name
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_recipe_composes_with_synthetic_data(name):
+    run = build_run(compose([f"experiment={name}", "data=synthetic", *NEEDED.get(name, [])]))
+    assert isinstance(run.data.first, SyntheticDataConfig)
+    assert run.data.first.global_batch_size == run.batch_size
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_recipe_has_a_mesh_on_any_number_of_devices(name, num_devices):
+    parallel = run_of(name).model.parallel
+    assert initialize_mesh(parallel, np.array(jax.devices()[:num_devices])).size == num_devices
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("group", groups()["parallel"])
+def test_every_parallel_group_has_a_mesh_or_names_the_setting_to_change(group, num_devices):
+    parallel = build_run(compose([f"parallel={group}"])).model.parallel
+    if group == "tensor" and num_devices == 1:
+        with pytest.raises(ConfigError, match=r"for 1 device: .*\. Set model_axis_size=1"):
+            initialize_mesh(parallel, np.array(jax.devices()[:1]))
+    else:
+        assert initialize_mesh(parallel, np.array(jax.devices()[:num_devices])).size == num_devices
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

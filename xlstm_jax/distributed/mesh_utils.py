@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -25,6 +25,8 @@ class ParallelConfig:
     fsdp_axis_size: int = 1
     pipeline_axis_size: int = 1
     model_axis_size: int = 1
+    fsdp_axis_shrinks: bool = False
+    """With fewer devices than `fsdp_axis_size`, shard over all of them instead of refusing to start."""
     data_axis_name: str = "dp"
     fsdp_axis_name: str = "fsdp"
     pipeline_axis_name: str = "pp"
@@ -61,6 +63,55 @@ class ParallelConfig:
             self.model_axis_name: self.model_axis_size,
         }
 
+    def fit(self, num_devices: int) -> dict[str, int]:
+        """Return the size of each mesh axis on this many devices, in mesh order.
+
+        Raises:
+            ConfigError: The sizes do not fit the devices; the message names the setting to change.
+        """
+        sizes = self.axis_sizes
+        if len(sizes) < 4:
+            raise ConfigError(f"The four mesh axes need four different names, not {', '.join(sizes)}.")
+        fields = dict(zip(sizes, AXIS_SIZE_FIELDS, strict=True))
+        requested = ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+        def impossible(reason: str) -> ConfigError:
+            return ConfigError(f"Impossible mesh {requested} for {_count(num_devices)}: {reason}")
+
+        free = [name for name, size in sizes.items() if size == -1]
+        wrong = [name for name, size in sizes.items() if size < 1 and size != -1]
+        if wrong:
+            raise impossible(f"{fields[wrong[0]]} must be at least 1, or -1 for the devices that are left.")
+        if len(free) > 1:
+            raise impossible(f"only one axis can take the devices that are left, not {' and '.join(free)}.")
+        if self.fsdp_axis_shrinks and self.fsdp_axis_size > 0:
+            others = math.prod(size for name, size in sizes.items() if name != self.fsdp_axis_name and size > 0)
+            sizes[self.fsdp_axis_name] = min(self.fsdp_axis_size, max(1, num_devices // others))
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        if (num_devices % fixed) if free else (num_devices != fixed):
+            needed = f"{'a multiple of ' * bool(free)}{_count(fixed)}"
+            raise impossible(f"the sizes need {needed}. {_smaller_axis(sizes, fields, num_devices)}")
+        return {name: num_devices // fixed if size == -1 else size for name, size in sizes.items()}
+
+
+AXIS_SIZE_FIELDS = ("data_axis_size", "fsdp_axis_size", "pipeline_axis_size", "model_axis_size")
+"""The fields of `ParallelConfig` with the sizes of the mesh axes, in mesh order."""
+
+
+def _count(num_devices: int) -> str:
+    return f"{num_devices} device{'s' * (num_devices != 1)}"
+
+
+def _smaller_axis(sizes: Mapping[str, int], fields: Mapping[str, str], num_devices: int) -> str:
+    """Name one setting with which the mesh fits the devices."""
+    free = -1 in sizes.values()
+    for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
+        others = math.prod(size for other, size in sizes.items() if other != name and size > 0)
+        if sizes[name] > 0 and num_devices % others == 0:
+            left = num_devices // others
+            return f"Set {fields[name]}={math.gcd(sizes[name], left) if free else left}."
+    return "Set data_axis_size=-1 and all other sizes to 1."
+
 
 def initialize_mesh(
     parallel_config: ParallelConfig,
@@ -84,32 +135,16 @@ def initialize_mesh(
         _initialize_distributed(init_distributed_on_slurm)
         device_array = np.array(jax.devices())
     devices = np.asarray(device_array).reshape(-1)
-    sizes = parallel_config.axis_sizes
-    if len(sizes) < 4:
-        raise ConfigError(f"The four mesh axes need four different names, not {', '.join(sizes)}.")
-    return Mesh(devices.reshape(_fit_sizes(sizes, devices)), tuple(sizes))
-
-
-def _fit_sizes(sizes: dict[str, int], devices: np.ndarray) -> tuple[int, ...]:
-    """Replace a -1 by the number of devices left, or say why the mesh is impossible."""
-
-    def impossible(reason: str) -> ConfigError:
-        asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    try:
+        sizes = parallel_config.fit(devices.size)
+    except ConfigError as error:
         shown = ", ".join(str(device) for device in devices[:8]) + (", ..." if devices.size > 8 else "")
-        return ConfigError(f"Impossible mesh {asked} for {devices.size} devices ({shown}): {reason}")
-
-    free = [name for name, size in sizes.items() if size == -1]
-    wrong = [name for name, size in sizes.items() if size < 1 and size != -1]
-    if wrong:
-        raise impossible(f"the size of {wrong[0]} must be at least 1, or -1 for the devices that are left.")
-    if len(free) > 1:
-        raise impossible(f"only one axis can take the devices that are left, not {' and '.join(free)}.")
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if free and devices.size % fixed:
-        raise impossible(f"the other axes need a multiple of {fixed} devices.")
-    if not free and devices.size != fixed:
-        raise impossible(f"the sizes need {fixed} devices; set one of them to -1, or pass the devices to use.")
-    return tuple(devices.size // fixed if size == -1 else size for size in sizes.values())
+        raise ConfigError(f"{error} The devices are {shown}.") from error
+    shrunk = sizes[parallel_config.fsdp_axis_name]
+    if 0 < shrunk < parallel_config.fsdp_axis_size:
+        fewer = f"{_count(devices.size)} for fsdp_axis_size={parallel_config.fsdp_axis_size}"
+        LOGGER.warning("%s: parameters are %s.", fewer, f"sharded over {shrunk}" if shrunk > 1 else "not sharded")
+    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
 
 
 def _initialize_distributed(on_slurm: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xlstm_jax.configs import ConfigDict, ConfigError
-from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, TextDataConfig
+from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, SyntheticDataConfig, TextDataConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.shared.feedforward import round_up
 from xlstm_jax.recipes.build import build, nearest
@@ -18,6 +18,8 @@ from xlstm_jax.trainer.planning.setup import Setup
 
 VOCABULARY_MULTIPLE = 64
 """To what a vocabulary is rounded up that the tokenizer decides on: matrices of such sizes are fast."""
+SYNTHETIC_VOCAB_SIZE = 2048
+"""The vocabulary of a model that leaves it to the data, on synthetic data."""
 
 SECTIONS = {
     "parallel": ("model", "parallel"),
@@ -165,6 +167,8 @@ def _count_tokens(config: DataConfig) -> int:
         if config.task not in TASKS:
             raise ConfigError(f"data.task: there is no task {config.task!r}, only {', '.join(TASKS)}.")
         return len(TASKS[config.task].vocabulary)
+    if isinstance(config, SyntheticDataConfig):
+        return SYNTHETIC_VOCAB_SIZE
     if isinstance(config, TextDataConfig):
         from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
@@ -61,16 +60,7 @@ class Setup:
     @functools.cached_property
     def axis_sizes(self) -> dict[str, int]:
         """The size of each mesh axis, in mesh order."""
-        sizes = self.model.parallel.axis_sizes
-        fixed = math.prod(size for size in sizes.values() if size != -1)
-        is_free = -1 in sizes.values()
-        if self.num_devices % fixed or (not is_free and fixed != self.num_devices):
-            asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
-            raise ConfigError(
-                f"Impossible mesh {asked} for {self.num_devices} devices: the sizes need {'a multiple of ' * is_free}"
-                f"{fixed} devices."
-            )
-        return {name: self.num_devices // fixed if size == -1 else size for name, size in sizes.items()}
+        return self.model.parallel.fit(self.num_devices)
 
     @property
     def rows(self) -> int:
