@@ -8,13 +8,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from xlstm_jax.cli.gpu_memory import current_fraction
 from xlstm_jax.cli.screen import as_command, as_typed
 from xlstm_jax.kernels.mlstm.api import choose_backend as choose_mlstm
 from xlstm_jax.kernels.slstm.api import choose_backend as choose_slstm
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.recipes.run import Run
-from xlstm_jax.trainer.base.compiled_step import CompiledMemory
+from xlstm_jax.trainer.base.compiled_step import CompiledMemory, memory_limit
 from xlstm_jax.trainer.planning.abstract import AbstractTrainer
 from xlstm_jax.trainer.planning.communication import estimate_communication
 from xlstm_jax.trainer.planning.estimate import step_time
@@ -91,8 +92,10 @@ def _describe_memory(compiled: CompiledMemory, limit: int | None) -> str:
 
 def _describe_devices(mesh: Any) -> str:
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
-    kind = mesh.devices.flat[0].device_kind
-    return f"{mesh.size} × {kind}" + (f" ({axes})" if axes else "")
+    device = mesh.devices.flat[0]
+    limit = memory_limit(device)
+    usable = "" if limit is None else f", {limit / GIB:.1f} GiB usable ({current_fraction():.0%} of its memory)"
+    return f"{mesh.size} × {device.device_kind}" + (f" ({axes})" if axes else "") + usable
 
 
 def _describe_kernels(shape: Any) -> str:

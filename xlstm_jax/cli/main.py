@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from xlstm_jax import __version__
+from xlstm_jax.cli.gpu_memory import set_memory_fraction
 
 COMMANDS = {
     "train": "train a model: group=choice and key=value compose the run",
@@ -24,6 +25,8 @@ COMMANDS = {
     "doctor": "check this machine: versions, devices, kernels, disk",
 }
 """Every command and what it does, in the order that `--help` shows."""
+USES_DEVICES = {"train", "resume", "generate", "plan", "bench", "doctor"}
+"""The commands that may start JAX."""
 
 EXIT_CODES = (
     "exit codes: 0 done; 1 an error; 2 a wrong command or setting; 3 training ended at a bad step; 75 a run hung; "
@@ -62,6 +65,8 @@ def _run(argv: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # argparse takes only those words for settings that stand before the first option
         args.overrides += rest
+    if argv[:1] and argv[0] in USES_DEVICES:
+        set_memory_fraction()
     return args.run(args)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xlstm_jax.cli.gpu_memory import set_memory_fraction
 from xlstm_jax.cli.screen import as_command, as_typed, complain, show
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import GROUPS_FOLDER, ROOT, free_keys, groups, register_run_id, search_path
@@ -134,6 +135,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     from xlstm_jax.cli.header import describe_end
     from xlstm_jax.trainer.base.signals import TrainingInterrupted
 
+    set_memory_fraction()  # A job of a launcher does not come through `main`.
     # Libraries give the root logger handlers of theirs; what is said here has its own.
     logging.getLogger("xlstm_jax").propagate = False
     try:

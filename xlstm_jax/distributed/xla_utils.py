@@ -27,7 +27,8 @@ def set_XLA_flags() -> None:  # noqa: N802 (documented name)
 
     What the environment already says, stays: neither a flag in `XLA_FLAGS` nor the memory fraction is overwritten.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.90")
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses to start with both names.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.90")
     given = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
     _append_xla_flags([f"{name}={value}" for name, value in GPU_FLAGS.items() if name not in given])
 

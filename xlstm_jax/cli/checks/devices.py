@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.cli.checks.section import FAILED, PASSED, Section, first_line
+from xlstm_jax.cli.gpu_memory import LARGEST_FRACTION, VARIABLE, current_fraction
 
 REDUCED_BYTES = 2**24
 """What each device brings to the all-reduce that is timed."""
@@ -35,6 +36,11 @@ def check_devices(title: str) -> Section:
             result = first_line(error)
             section.problems.append(f"{device}: {result}")
         section.add(str(device), device.device_kind, _memory(device), result)
+    if any(device.platform == "gpu" for device in devices):
+        section.notes.append(
+            f"JAX may use {current_fraction():.0%} of a GPU's memory; to change that, set {VARIABLE}, which commands "
+            f"set to at most {LARGEST_FRACTION} where no variable configures JAX's memory."
+        )
     if shutil.which("nvidia-smi") and all(device.platform == "cpu" for device in devices):
         section.notes.append("An NVIDIA driver is here, but JAX sees no GPU: install the extra cuda12 or cuda13.")
     return section
