@@ -79,6 +79,8 @@ def test_the_defaults_are_the_documented_ones():
         (DataConfig, {"global_batch_size": 1, "max_target_length": 0}, "max_target_length is 0"),
         (DataConfig, {"global_batch_size": 1, "data_shuffle_seed": -1}, "data_shuffle_seed is -1"),
         (SyntheticDataConfig, {"global_batch_size": 1, "num_batches": 0}, "num_batches is 0"),
+        (SyntheticDataConfig, {"global_batch_size": 1, "vocab_size": 0}, "vocab_size is 0"),
+        (SyntheticDataConfig, {"global_batch_size": 1, "mean_document_length": 9}, "set vocab_size too"),
         (HFHubDataConfig, {**HUB, "hf_num_data_processes": 0}, "hf_num_data_processes is 0"),
         (HFHubDataConfig, {**HUB, "worker_count": -1}, "worker_count is -1"),
         (GrainArrayRecordsDataConfig, {**RECORDS, "worker_buffer_size": 0}, "worker_buffer_size is 0"),

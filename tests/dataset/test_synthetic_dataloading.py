@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 from xlstm_jax.dataset.configs import SyntheticDataConfig
-from xlstm_jax.dataset.synthetic_dataloading import SyntheticDataIterator
+from xlstm_jax.dataset.synthetic_dataloading import SyntheticDataIterator, draw_packed_batch
 
 
 def make_iterator(num_batches=3, **changes):
@@ -69,3 +69,76 @@ def test_a_batch_that_no_device_can_hold_is_refused():
         make_iterator(max_target_length=None)
     with pytest.raises(ValueError, match="global_batch_size is 6, but must be a multiple of the 4 devices"):
         make_iterator(global_batch_size=6)
+
+
+def draw(seed=0, **changes):
+    fields = {"batch_size": 7, "length": 301, "vocab_size": 53, "mean_document_length": 20, **changes}
+    return draw_packed_batch(seed, **fields)
+
+
+def test_random_documents_are_numbered_and_positions_count_from_their_starts():
+    batch = draw()
+    is_start = np.asarray(batch.get_document_borders())
+    assert is_start[:, 0].all()
+    np.testing.assert_array_equal(np.cumsum(is_start, axis=1), batch.inputs_segmentation)
+    np.testing.assert_array_equal(batch.inputs_position == 0, is_start)
+    assert set(np.diff(batch.inputs_position)[~is_start[:, 1:]]) == {1}
+    assert batch.targets_segmentation is batch.inputs_segmentation
+    assert batch.targets_position is batch.inputs_position
+
+
+def test_inputs_are_the_targets_before_them_and_zero_where_a_document_starts():
+    batch = draw()
+    is_start = np.asarray(batch.get_document_borders())
+    expected = np.where(is_start[:, 1:], 0, batch.targets[:, :-1])
+    np.testing.assert_array_equal(batch.inputs[:, 1:], expected)
+    np.testing.assert_array_equal(batch.inputs[:, 0], np.zeros(7))
+
+
+def test_random_tokens_fill_the_vocabulary_and_the_first_are_the_most_frequent():
+    batch = draw(length=5001)
+    counts = np.bincount(batch.targets.ravel(), minlength=53)
+    assert counts.shape == (53,)
+    assert counts.min() > 0
+    expected = np.log1p(1 / np.arange(1, 54)) / np.log(54)
+    np.testing.assert_allclose(counts / counts.sum(), expected, rtol=0.25)
+
+
+def test_documents_have_the_mean_length():
+    num_documents = draw(length=20_001).inputs_segmentation[:, -1]
+    assert 20_001 / num_documents.mean() == pytest.approx(20, rel=0.05)
+
+
+def test_without_a_mean_length_every_row_is_one_document():
+    batch = draw(mean_document_length=None)
+    np.testing.assert_array_equal(batch.inputs_segmentation, np.ones((7, 301)))
+    np.testing.assert_array_equal(batch.inputs_position, np.tile(np.arange(301), (7, 1)))
+
+
+def tokens_of(iterator):
+    return [np.asarray(batch.targets) for batch in iterator]
+
+
+def test_random_batches_differ_and_come_again_in_the_next_epoch():
+    iterator = make_iterator(vocab_size=11, mean_document_length=3)
+    first, second = tokens_of(iterator), tokens_of(iterator)
+    assert (first[0] != first[1]).any()
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_restored_iterator_draws_the_batches_that_were_left():
+    first = iter(make_iterator(vocab_size=11))
+    next(first)
+    second = make_iterator(vocab_size=11)
+    second.set_state(json.loads(json.dumps(first.get_state())))
+    np.testing.assert_array_equal(tokens_of(second), tokens_of(make_iterator(vocab_size=11))[1:])
+
+
+def test_random_rows_are_split_over_all_devices():
+    batch = next(make_iterator(vocab_size=11))
+    assert {shard.data.shape for shard in batch.targets.addressable_shards} == {(2, 5)}
+
+
+def test_another_seed_gives_other_tokens():
+    batches = [next(make_iterator(vocab_size=11, data_shuffle_seed=seed)) for seed in (0, 1)]
+    assert (np.asarray(batches[0].targets) != np.asarray(batches[1].targets)).any()

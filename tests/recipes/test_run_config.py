@@ -170,3 +170,17 @@ def test_a_folder_of_the_user_adds_choices(tmp_path):
     assert build_run(compose(["model=mine"], tmp_path)).model.model_config.embedding_dim == 8
     with pytest.raises(ConfigError, match="there is no folder"):
         compose([], tmp_path / "none")
+
+
+def test_synthetic_tokens_are_those_of_the_model():
+    run = run_of("data=synthetic", "model=xlstm_160m")
+    assert run.data.first.vocab_size == run.model.model_config.vocab_size == 50304
+
+
+def test_a_model_without_a_vocabulary_gets_that_of_synthetic_tokens():
+    assert run_of("data=synthetic", "data.vocab_size=1000").model.model_config.vocab_size == 1024
+
+
+def test_more_synthetic_tokens_than_a_model_has_are_refused():
+    line = mistake("data=synthetic", "model.vocab_size=64", "data.vocab_size=65")
+    assert line == "data.vocab_size is 65, but model.vocab_size is 64: set model.vocab_size alone."

@@ -126,13 +126,23 @@ class HFHubDataConfig(TextDataConfig):
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class SyntheticDataConfig(DataConfig):
-    """Rows of zeros, to measure everything but the data."""
+    """Batches without files: rows of zeros or, with a `vocab_size`, random tokens packed into documents."""
 
     num_batches: int = 100
+    """The number of batches in an epoch; all epochs are the same."""
+    vocab_size: int | None = None
+    """The number of different tokens, of which the first are the most frequent; `None` for zeros alone."""
+    mean_document_length: int | None = None
+    """The mean length of random documents, before the last one of a row is cut off; `None` for one document per row."""
 
     def __post_init__(self):
         super().__post_init__()
-        _check_least(self, 1, "num_batches")
+        _check_least(self, 1, "num_batches", "vocab_size", "mean_document_length")
+        if self.mean_document_length is not None and self.vocab_size is None:
+            raise ConfigError(
+                f"mean_document_length is {self.mean_document_length}, but rows of zeros are one document each: set "
+                "vocab_size too, or mean_document_length to null."
+            )
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)

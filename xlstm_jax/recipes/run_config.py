@@ -18,8 +18,6 @@ from xlstm_jax.trainer.planning.setup import Setup
 
 VOCABULARY_MULTIPLE = 64
 """To what a vocabulary is rounded up that the tokenizer decides on: matrices of such sizes are fast."""
-SYNTHETIC_VOCAB_SIZE = 2048
-"""The vocabulary of a model that leaves it to the data, on synthetic data."""
 
 SECTIONS = {
     "parallel": ("model", "parallel"),
@@ -82,6 +80,11 @@ class RunConfig(ConfigDict):
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}, but data.{field} is {getattr(first, field)}: set {name} alone."
                 )
+        num_tokens, limit = (getattr(each, "vocab_size", None) for each in (first, self.model.model_config))
+        if num_tokens is not None and limit is not None and num_tokens > limit:
+            raise ConfigError(
+                f"data.vocab_size is {num_tokens}, but model.vocab_size is {limit}: set model.vocab_size alone."
+            )
 
 
 def build_run(values: Mapping[str, Any]) -> RunConfig:
@@ -167,8 +170,8 @@ def _count_tokens(config: DataConfig) -> int:
         if config.task not in TASKS:
             raise ConfigError(f"data.task: there is no task {config.task!r}, only {', '.join(TASKS)}.")
         return len(TASKS[config.task].vocabulary)
-    if isinstance(config, SyntheticDataConfig):
-        return SYNTHETIC_VOCAB_SIZE
+    if isinstance(config, SyntheticDataConfig) and config.vocab_size is not None:
+        return config.vocab_size
     if isinstance(config, TextDataConfig):
         from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 
