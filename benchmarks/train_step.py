@@ -1,16 +1,27 @@
-"""How many tokens a second one device trains, and how near that is to its arithmetic.
+"""Tokens/s, utilisation and memory of the bare compiled training step.
 
-    python benchmarks/train_step.py [--model 1.4b] [--batch 8] [--remat dots] [--backend mosaic] [--float8] [--kernels]
+    python benchmarks/train_step.py --experiment xlstm_160m batch_size=16 [key=value ...]
+    python benchmarks/train_step.py --model 1.4b --batch 8 --remat dots --keep-logits [--float8] [--kernels]
 
-Takes the trainer's own compiled step, on random tokens: activations in bfloat16, parameters and AdamW's moments in
-float32, gradients clipped. A time is the median over groups of steps one after the other. The share of the peak is
-that of six FLOPs for each parameter and token, as peers count it; what is computed again does not count.
+`--experiment` builds what `xlstm-jax train experiment=NAME data=synthetic key=value ...` would train on these devices:
+the model, the optimizer and what `performance: auto` chooses. `--model` builds a model of a recipe's size on one
+device from flags, with AdamW and clipping, to try settings by hand.
+
+Tokens are random and packed into documents, as `data=synthetic` draws them; several batches on the device take turns.
+The step time is the median over groups of consecutive steps, without compilation and without the first step. MFU takes
+the FLOPs that the trainer counts (`models/cost.py`); 6N-MFU takes six FLOPs per parameter and token, embedding included,
+as many other projects do.
 """
 
 import argparse
+import dataclasses
+import itertools
+import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,26 +29,56 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from xlstm_jax.dataset.batch import LLMBatch
+from xlstm_jax.dataset.synthetic_dataloading import draw_packed_batch
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
-from xlstm_jax.trainer.accelerators import of_device_kind
+from xlstm_jax.models.xlstm.config import SIZES
+from xlstm_jax.recipes.compose import compose
+from xlstm_jax.recipes.run import Run, open_run
+from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError, out_of_memory_is_reported
+from xlstm_jax.trainer.base.run_metrics import flops_per_token, peak_flops
 from xlstm_jax.trainer.llm.trainer import LLMTrainer, LLMTrainerConfig
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 from xlstm_jax.utils.kernel_times import kernel_table, kernel_times
 
-MODELS = {
-    "1.4b": {"embedding_dim": 2048, "num_heads": 4, "num_blocks": 24, "vocab_size": 50304},
-    "162m": {"embedding_dim": 768, "num_heads": 6, "num_blocks": 12, "vocab_size": 50304, "ffn_dim": 2048},
+try:
+    from xlstm_jax.cli.gpu_memory import set_memory_fraction
+except ImportError:
+
+    def set_memory_fraction() -> None:
+        """Leave the memory fraction as it is."""
+
+
+VOCABULARY = {"vocab_size": 50304}
+MODELS: dict[str, dict[str, Any]] = {
+    **{name.removeprefix("xLSTM-").lower(): VOCABULARY | shape for name, shape in SIZES.items()},
+    "160m-ffn2048": VOCABULARY | SIZES["xLSTM-160M"] | {"ffn_dim": 2048},
+    "1.4b-4heads": VOCABULARY | SIZES["xLSTM-1.4B"] | {"num_heads": 4},
     "tiny": {"embedding_dim": 128, "num_heads": 2, "num_blocks": 2, "vocab_size": 512},
 }
-"""The sizes that peers were measured at, and one for a small machine."""
+"""Shapes of the recipes, and three others. `160m-ffn2048` has feed-forward layers of 2048 where the recipe has 2112, and
+`1.4b-4heads` has 4 heads of 256/512 where the recipe has 8 of 128/256: results up to 2026-11-16 are for these two."""
+SETTINGS = {
+    "batch": 2,
+    "context": 8192,
+    "remat": "dots",
+    "backend": "auto",
+    "chunk_size": 256,
+    "head_dtype": "bfloat16",
+    "loss_chunk_size": 8192,
+    "keep_logits": False,
+    "unrolled": False,
+    "float8": False,
+}
+"""Flags of `--model` with their defaults; an experiment takes key=value instead."""
+NUM_BATCHES = 4
 GIB = 2**30
 
 
 def build(options: argparse.Namespace, folder: str, optimizer: OptimizerConfig) -> LLMTrainer:
-    """Make a trainer on one device."""
+    """Build a trainer on one device from flags."""
     parallel = ParallelConfig()
     shape = XLSTMConfig(
         parallel=parallel,
@@ -61,62 +102,176 @@ def build(options: argparse.Namespace, folder: str, optimizer: OptimizerConfig) 
     )
 
 
-def measure(trainer: LLMTrainer, batch: LLMBatch, options: argparse.Namespace) -> tuple[float, float]:
-    """Return the seconds of a step and those until the first was done."""
-    begin = time.perf_counter()
-    state, metrics = trainer.state, trainer.init_train_metrics(batch)
-    times = []
-    for group in range(options.groups + 1):
-        start = time.perf_counter()
-        for _ in range(options.steps if group else 1):
-            state, metrics = trainer.train_step(state, batch, metrics)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - start) / options.steps if group else time.perf_counter() - begin)
+def draw_batches(options: argparse.Namespace, trainer: LLMTrainer) -> list[LLMBatch]:
+    """Draw batches for a model that was built from flags, and place them on its device."""
+    sharding = NamedSharding(trainer.mesh, trainer.batch_partition_specs)
+    if options.tokens == "zeros":
+        batches = [LLMBatch.get_sample(options.batch, options.context)]
+    else:
+        mean = None if options.tokens == "one-document" else 1000
+        sizes: dict[str, Any] = {"batch_size": options.batch, "length": options.context, "mean_document_length": mean}
+        vocab_size = MODELS[options.model]["vocab_size"]
+        batches = [draw_packed_batch((0, index), vocab_size=vocab_size, **sizes) for index in range(NUM_BATCHES)]
+    return [jax.device_put(batch, sharding) for batch in batches]
+
+
+def experiment_words(options: argparse.Namespace) -> list[str]:
+    """Return the settings that the command line of `xlstm-jax train` would have."""
+    tokens = {
+        "packed": [],
+        "one-document": ["data.mean_document_length=null"],
+        "zeros": ["data.vocab_size=null", "data.mean_document_length=null"],
+    }
+    return [f"experiment={options.experiment}", "data=synthetic", *tokens[options.tokens], *options.overrides]
+
+
+@dataclasses.dataclass
+class Times:
+    """Seconds of a step, and from the start of building the trainer to the end of the first step."""
+
+    step: float
+    first: float
+
+
+def measure(trainer: LLMTrainer, batches: Sequence[LLMBatch], options: argparse.Namespace, begin: float) -> Times:
+    """Train for some steps and time them."""
+    state, metrics, seconds = trainer.state, trainer.init_train_metrics(batches[0]), []
+    endless = itertools.cycle(batches)
+    with out_of_memory_is_reported(trainer.mesh.local_devices[0]):
+        state, metrics = trainer.train_step(state, next(endless), metrics)
+        jax.block_until_ready((state, metrics))
+        first = time.perf_counter() - begin
+        for _ in range(options.groups):
+            start = time.perf_counter()
+            for _ in range(options.steps):
+                state, metrics = trainer.train_step(state, next(endless), metrics)
+            jax.block_until_ready((state, metrics))
+            seconds.append((time.perf_counter() - start) / options.steps)
     trainer.state = state
-    return statistics.median(times[1:]), times[0]
+    return Times(statistics.median(seconds), first)
+
+
+def open_and_measure(
+    options: argparse.Namespace, folder: Path
+) -> tuple[LLMTrainer, list[LLMBatch], Times, dict[str, Any]]:
+    """Build the trainer, time its step, and return both with the settings that were chosen."""
+    begin = time.perf_counter()
+    if not options.experiment:
+        optimizer = OptimizerConfig(name="adamw", weight_decay=0.1, grad_clip_norm=1.0)
+        trainer = build(options, str(folder), optimizer)
+        batches = draw_batches(options, trainer)
+        trainer.compile_train_step()
+        return trainer, batches, measure(trainer, batches, options, begin), {}
+    settings = compose(experiment_words(options))
+    for run in _openings(settings, folder):
+        batches = list(itertools.islice(run.train_loader, NUM_BATCHES))
+        try:
+            run.compile()
+            times = measure(run.trainer, batches, options, begin)
+        except StepDoesNotFitError as error:
+            run.close_without_room(error)
+            continue
+        run.lock.close()
+        performance = {"chosen": run.performance.settings, "reason": run.performance.reason}
+        return run.trainer, batches, times, performance
+    raise AssertionError("unreachable: opening a run either succeeds or raises")
+
+
+def _openings(settings: dict[str, Any], folder: Path) -> Iterator[Run]:
+    """Open a run again and again, each time with the next choice of `performance: auto`."""
+    while True:
+        yield open_run(settings, folder)
+
+
+def describe(trainer: LLMTrainer, times: Times) -> dict[str, Any]:
+    """Return the figures of a row."""
+    num_rows, length = trainer.exmp_batch.inputs.shape
+    num_parameters, num_devices = trainer.get_num_params(), trainer.mesh.size
+    rate, peak = num_rows * length / times.step, peak_flops(num_devices)
+    memory: dict[str, Any] = jax.local_devices()[0].memory_stats() or {}
+    compiled = trainer.compiled_memory
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "parameters": num_parameters,
+        "tokens_per_step": num_rows * length,
+        "step_ms": 1e3 * times.step,
+        "tokens_per_second": rate,
+        "mfu": rate * flops_per_token(trainer.model_config.model_config, length) / peak,
+        "mfu_6n": rate * 6 * num_parameters / peak,
+        "compiled_gib": None if compiled is None else compiled.peak / GIB,
+        "peak_gib": memory.get("peak_bytes_in_use", 0) / GIB,
+        "first_step_seconds": times.first,
+    }
+
+
+def print_table(row: dict[str, Any]) -> None:
+    """Print the row as a table."""
+    columns = {
+        "parameters": f"{row['parameters']:,}",
+        "tokens of a step": f"{row['tokens_per_step']:,}",
+        "step, ms": f"{row['step_ms']:.1f}",
+        "tokens/s": f"{row['tokens_per_second']:,.0f}",
+        "MFU": f"{row['mfu']:.3f}",
+        "6N-MFU": f"{row['mfu_6n']:.3f}",
+        "compiled, GiB": "-" if row["compiled_gib"] is None else f"{row['compiled_gib']:.1f}",
+        "peak, GiB": f"{row['peak_gib']:.1f}",
+        "first step, s": f"{row['first_step_seconds']:.1f}",
+    }
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n| {' | '.join(columns.values())} |", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; flags of `--model` that are not given get their defaults."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiment", help="a recipe, as for xlstm-jax train")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the experiment")
+    parser.add_argument("--model", choices=MODELS, help="a shape; tiny by default")
+    parser.add_argument("--batch", type=int, help="sequences of a step")
+    parser.add_argument("--context", type=int, help="tokens of a sequence")
+    parser.add_argument("--remat", choices=["none", "norms", "dots", "full"])
+    parser.add_argument("--backend", help="the form of the mLSTM")
+    parser.add_argument("--chunk-size", type=int, help="positions of a chunk in plain JAX")
+    parser.add_argument("--head-dtype", help="precision of the projection to the vocabulary")
+    parser.add_argument("--loss-chunk-size", type=int, help="tokens whose logits the loss holds at once")
+    parser.add_argument("--keep-logits", action="store_true", default=None, help="save logits for the backward pass")
+    parser.add_argument("--unrolled", action="store_true", default=None, help="unrolled blocks instead of a scan")
+    parser.add_argument("--float8", action="store_true", default=None, help="projections in float8")
+    parser.add_argument("--tokens", choices=["packed", "one-document", "zeros"], default="packed")
+    parser.add_argument("--groups", type=int, default=5, help="groups of steps that are timed")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a group")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of a step by time, on a GPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
+    options = parser.parse_intermixed_args()
+    given = [name for name in ("model", *SETTINGS) if getattr(options, name) is not None]
+    if options.experiment and given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        parser.error(f"{flags} cannot change an experiment: use key=value, such as model.remat=dots")
+    if options.overrides and not options.experiment:
+        parser.error(f"{options.overrides[0]} is a setting of an experiment: add --experiment NAME, or use flags")
+    options.model = options.model or "tiny"
+    for name, default in SETTINGS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    return options
 
 
 def main() -> None:
     """Print a row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a step")
-    parser.add_argument("--context", type=int, default=8192, help="tokens of a sequence")
-    parser.add_argument("--remat", default="dots", choices=["none", "norms", "dots", "full"])
-    parser.add_argument("--backend", default="auto", help="the form of the mLSTM")
-    parser.add_argument("--chunk-size", type=int, default=256, help="positions of a chunk in plain JAX")
-    parser.add_argument("--head-dtype", default="bfloat16", help="precision of the projection to the vocabulary")
-    parser.add_argument("--loss-chunk-size", type=int, default=8192, help="tokens whose logits the loss holds at once")
-    parser.add_argument("--keep-logits", action="store_true", help="logits are not computed again in the backward pass")
-    parser.add_argument("--unrolled", action="store_true", help="blocks one by one, not in a scan")
-    parser.add_argument("--float8", action="store_true", help="projections in float8")
-    parser.add_argument("--groups", type=int, default=5, help="how often steps are timed")
-    parser.add_argument("--steps", type=int, default=4, help="steps that are timed together")
-    parser.add_argument("--kernels", action="store_true", help="what a step spends its time on, on a GPU")
-    options = parser.parse_args()
+    options = parse_arguments()
+    set_memory_fraction()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(options, folder, OptimizerConfig(name="adamw", weight_decay=0.1, grad_clip_norm=1.0))
-        sharding = NamedSharding(trainer.mesh, trainer.batch_partition_specs)
-        batch = jax.device_put(LLMBatch.get_sample(options.batch, options.context), sharding)
-        seconds, first = measure(trainer, batch, options)
-        num_parameters = sum(x.size for x in jax.tree.leaves(trainer.state.params))
-        tokens = options.batch * options.context
-        device = jax.devices()[0]
-        accelerator = of_device_kind(device.device_kind)
-        peak = accelerator and 6 * num_parameters * tokens / seconds / accelerator.bfloat16_flops
-        memory: dict[str, Any] = device.memory_stats() or {}
-        print(f"{device.device_kind}, jax {jax.__version__}, {vars(options)}\n")
-        print(
-            "| parameters | tokens of a step | step, ms | tokens/s | share of the peak | memory, GiB | first step, s |"
-        )
-        print("|---|---|---|---|---|---|---|")
-        share = "-" if peak is None else f"{peak:.3f}"
-        figures = f"{1e3 * seconds:.1f} | {tokens / seconds:,.0f} | {share}"
-        used = memory.get("peak_bytes_in_use", 0) / GIB
-        print(f"| {num_parameters:,} | {tokens:,} | {figures} | {used:.1f} | {first:.1f} |", flush=True)
+        trainer, batches, times, performance = open_and_measure(options, Path(folder))
+        row = describe(trainer, times) | performance
+        what = experiment_words(options) if options.experiment else vars(options)
+        print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {what}")
+        print(f"Settings: {performance.get('reason', 'from flags')}\n")
+        print_table(row)
         if options.kernels:
-            metrics = trainer.init_train_metrics(batch)
-            print(f"\n{kernel_table(kernel_times(lambda: trainer.train_step(trainer.state, batch, metrics)), 40)}")
+            state, metrics = trainer.state, trainer.init_train_metrics(batches[0])
+            print(f"\n{kernel_table(kernel_times(lambda: trainer.train_step(state, batches[0], metrics)), 40)}")
+    if options.json:
+        options.json.write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
