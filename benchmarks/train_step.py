@@ -9,8 +9,8 @@ device from flags, with AdamW and clipping, to try settings by hand.
 
 Tokens are random and packed into documents, as `data=synthetic` draws them; several batches on the device take turns.
 The step time is the median over groups of consecutive steps, without compilation and without the first step. MFU takes
-the FLOPs that the trainer counts (`models/cost.py`); 6N-MFU takes six FLOPs per parameter and token, embedding included,
-as many other projects do.
+the FLOPs that the trainer counts (`models/cost.py`); 6N-MFU takes six FLOPs per parameter and token, embedding
+included, as many other projects do.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.models.xlstm.config import SIZES
 from xlstm_jax.recipes.compose import compose
-from xlstm_jax.recipes.run import Run, open_run
+from xlstm_jax.recipes.run import open_run
 from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError, out_of_memory_is_reported
 from xlstm_jax.trainer.base.run_metrics import flops_per_token, peak_flops
 from xlstm_jax.trainer.llm.trainer import LLMTrainer, LLMTrainerConfig
@@ -58,8 +58,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "1.4b-4heads": VOCABULARY | SIZES["xLSTM-1.4B"] | {"num_heads": 4},
     "tiny": {"embedding_dim": 128, "num_heads": 2, "num_blocks": 2, "vocab_size": 512},
 }
-"""Shapes of the recipes, and three others. `160m-ffn2048` has feed-forward layers of 2048 where the recipe has 2112, and
-`1.4b-4heads` has 4 heads of 256/512 where the recipe has 8 of 128/256: results up to 2026-11-16 are for these two."""
+"""Shapes of the recipes, and three others. `160m-ffn2048` has feed-forward layers of 2048 where the recipe has 2112,
+`1.4b-4heads` 4 heads of 256/512 where the recipe has 8 of 128/256: results up to 2026-11-16 are for these two."""
 SETTINGS = {
     "batch": 2,
     "context": 8192,
@@ -73,6 +73,7 @@ SETTINGS = {
     "float8": False,
 }
 """Flags of `--model` with their defaults; an experiment takes key=value instead."""
+KINDS = ("packed", "one-document", "zeros")
 NUM_BATCHES = 4
 GIB = 2**30
 
@@ -102,100 +103,93 @@ def build(options: argparse.Namespace, folder: str, optimizer: OptimizerConfig) 
     )
 
 
-def draw_batches(options: argparse.Namespace, trainer: LLMTrainer) -> list[LLMBatch]:
-    """Draw batches for a model that was built from flags, and place them on its device."""
+def draw_batches(kind: str, trainer: LLMTrainer) -> list[LLMBatch]:
+    """Draw batches of one kind of tokens, and place them on the devices of a trainer."""
+    batch_size, length = trainer.exmp_batch.inputs.shape
     sharding = NamedSharding(trainer.mesh, trainer.batch_partition_specs)
-    if options.tokens == "zeros":
-        batches = [LLMBatch.get_sample(options.batch, options.context)]
+    if kind == "zeros":
+        batches = [LLMBatch.get_sample(batch_size, length)]
     else:
-        mean = None if options.tokens == "one-document" else 1000
-        sizes: dict[str, Any] = {"batch_size": options.batch, "length": options.context, "mean_document_length": mean}
-        vocab_size = MODELS[options.model]["vocab_size"]
-        batches = [draw_packed_batch((0, index), vocab_size=vocab_size, **sizes) for index in range(NUM_BATCHES)]
+        batches = [
+            draw_packed_batch(
+                (0, index),
+                batch_size=batch_size,
+                length=length,
+                vocab_size=trainer.model_config.model_config.vocab_size,
+                mean_document_length=1000 if kind == "packed" else None,
+            )
+            for index in range(NUM_BATCHES)
+        ]
     return [jax.device_put(batch, sharding) for batch in batches]
-
-
-def experiment_words(options: argparse.Namespace) -> list[str]:
-    """Return the settings that the command line of `xlstm-jax train` would have."""
-    tokens = {
-        "packed": [],
-        "one-document": ["data.mean_document_length=null"],
-        "zeros": ["data.vocab_size=null", "data.mean_document_length=null"],
-    }
-    return [f"experiment={options.experiment}", "data=synthetic", *tokens[options.tokens], *options.overrides]
 
 
 @dataclasses.dataclass
 class Times:
-    """Seconds of a step, and from the start of building the trainer to the end of the first step."""
+    """Seconds of a step by kind of tokens, and from the start of building the trainer to the end of the first step."""
 
-    step: float
+    step: dict[str, float]
     first: float
 
 
-def measure(trainer: LLMTrainer, batches: Sequence[LLMBatch], options: argparse.Namespace, begin: float) -> Times:
-    """Train for some steps and time them."""
-    state, metrics, seconds = trainer.state, trainer.init_train_metrics(batches[0]), []
-    endless = itertools.cycle(batches)
+def measure(trainer: LLMTrainer, options: argparse.Namespace, begin: float) -> Times:
+    """Train for some steps and time them; kinds of tokens take turns."""
+    endless = {kind: itertools.cycle(draw_batches(kind, trainer)) for kind in options.tokens}
+    seconds: dict[str, list[float]] = {kind: [] for kind in options.tokens}
+    state, metrics = trainer.state, trainer.init_train_metrics()
     with out_of_memory_is_reported(trainer.mesh.local_devices[0]):
-        state, metrics = trainer.train_step(state, next(endless), metrics)
+        state, metrics = trainer.train_step(state, next(endless[options.tokens[0]]), metrics)
         jax.block_until_ready((state, metrics))
         first = time.perf_counter() - begin
         for _ in range(options.groups):
-            start = time.perf_counter()
-            for _ in range(options.steps):
-                state, metrics = trainer.train_step(state, next(endless), metrics)
-            jax.block_until_ready((state, metrics))
-            seconds.append((time.perf_counter() - start) / options.steps)
+            for kind, batches in endless.items():
+                start = time.perf_counter()
+                for _ in range(options.steps):
+                    state, metrics = trainer.train_step(state, next(batches), metrics)
+                jax.block_until_ready((state, metrics))
+                seconds[kind].append((time.perf_counter() - start) / options.steps)
     trainer.state = state
-    return Times(statistics.median(seconds), first)
+    return Times({kind: statistics.median(times) for kind, times in seconds.items()}, first)
 
 
-def open_and_measure(
-    options: argparse.Namespace, folder: Path
-) -> tuple[LLMTrainer, list[LLMBatch], Times, dict[str, Any]]:
+def open_and_measure(options: argparse.Namespace, folder: Path) -> tuple[LLMTrainer, Times, dict[str, Any]]:
     """Build the trainer, time its step, and return both with the settings that were chosen."""
     begin = time.perf_counter()
     if not options.experiment:
-        optimizer = OptimizerConfig(name="adamw", weight_decay=0.1, grad_clip_norm=1.0)
-        trainer = build(options, str(folder), optimizer)
-        batches = draw_batches(options, trainer)
+        trainer = build(options, str(folder), OptimizerConfig(name="adamw", weight_decay=0.1, grad_clip_norm=1.0))
         trainer.compile_train_step()
-        return trainer, batches, measure(trainer, batches, options, begin), {}
+        return trainer, measure(trainer, options, begin), {"chosen": {}, "reason": "from flags"}
     settings = compose(experiment_words(options))
-    for run in _openings(settings, folder):
-        batches = list(itertools.islice(run.train_loader, NUM_BATCHES))
+    while True:
+        run = open_run(settings, folder)
         try:
             run.compile()
-            times = measure(run.trainer, batches, options, begin)
-        except StepDoesNotFitError as error:
+            times = measure(run.trainer, options, begin)
+        except StepDoesNotFitError as error:  # `performance: auto` makes another choice when the run is opened again.
             run.close_without_room(error)
             continue
         run.lock.close()
-        performance = {"chosen": run.performance.settings, "reason": run.performance.reason}
-        return run.trainer, batches, times, performance
-    raise AssertionError("unreachable: opening a run either succeeds or raises")
+        return run.trainer, times, {"chosen": run.performance.settings, "reason": run.performance.reason}
 
 
-def _openings(settings: dict[str, Any], folder: Path) -> Iterator[Run]:
-    """Open a run again and again, each time with the next choice of `performance: auto`."""
-    while True:
-        yield open_run(settings, folder)
+def experiment_words(options: argparse.Namespace) -> list[str]:
+    """Return the settings that the command line of `xlstm-jax train` would have."""
+    return [f"experiment={options.experiment}", "data=synthetic", *options.overrides]
 
 
-def describe(trainer: LLMTrainer, times: Times) -> dict[str, Any]:
+def describe(trainer: LLMTrainer, kind: str, times: Times) -> dict[str, Any]:
     """Return the figures of a row."""
     num_rows, length = trainer.exmp_batch.inputs.shape
-    num_parameters, num_devices = trainer.get_num_params(), trainer.mesh.size
-    rate, peak = num_rows * length / times.step, peak_flops(num_devices)
+    seconds, num_parameters = times.step[kind], trainer.get_num_params()
+    rate, peak = num_rows * length / seconds, peak_flops(trainer.mesh.size)
     memory: dict[str, Any] = jax.local_devices()[0].memory_stats() or {}
     compiled = trainer.compiled_memory
     return {
+        "tokens": kind,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "parameters": num_parameters,
         "tokens_per_step": num_rows * length,
-        "step_ms": 1e3 * times.step,
+        "step_ms": 1e3 * seconds,
         "tokens_per_second": rate,
         "mfu": rate * flops_per_token(trainer.model_config.model_config, length) / peak,
         "mfu_6n": rate * 6 * num_parameters / peak,
@@ -205,20 +199,25 @@ def describe(trainer: LLMTrainer, times: Times) -> dict[str, Any]:
     }
 
 
-def print_table(row: dict[str, Any]) -> None:
-    """Print the row as a table."""
-    columns = {
-        "parameters": f"{row['parameters']:,}",
-        "tokens of a step": f"{row['tokens_per_step']:,}",
-        "step, ms": f"{row['step_ms']:.1f}",
-        "tokens/s": f"{row['tokens_per_second']:,.0f}",
-        "MFU": f"{row['mfu']:.3f}",
-        "6N-MFU": f"{row['mfu_6n']:.3f}",
-        "compiled, GiB": "-" if row["compiled_gib"] is None else f"{row['compiled_gib']:.1f}",
-        "peak, GiB": f"{row['peak_gib']:.1f}",
-        "first step, s": f"{row['first_step_seconds']:.1f}",
-    }
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n| {' | '.join(columns.values())} |", flush=True)
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "tokens": lambda row: row["tokens"],
+    "parameters": lambda row: f"{row['parameters']:,}",
+    "tokens per step": lambda row: f"{row['tokens_per_step']:,}",
+    "step, ms": lambda row: f"{row['step_ms']:.1f}",
+    "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+    "MFU": lambda row: f"{row['mfu']:.3f}",
+    "6N-MFU": lambda row: f"{row['mfu_6n']:.3f}",
+    "compiled, GiB": lambda row: "-" if row["compiled_gib"] is None else f"{row['compiled_gib']:.1f}",
+    "peak, GiB": lambda row: f"{row['peak_gib']:.1f}",
+    "first step, s": lambda row: f"{row['first_step_seconds']:.1f}",
+}
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Print rows as a table."""
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    for row in rows:
+        print(f"| {' | '.join(cell(row) for cell in COLUMNS.values())} |", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -237,7 +236,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--keep-logits", action="store_true", default=None, help="save logits for the backward pass")
     parser.add_argument("--unrolled", action="store_true", default=None, help="unrolled blocks instead of a scan")
     parser.add_argument("--float8", action="store_true", default=None, help="projections in float8")
-    parser.add_argument("--tokens", choices=["packed", "one-document", "zeros"], default="packed")
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        choices=KINDS,
+        default=["packed"],
+        help="random in packed documents, random in one document per row, or zeros; several kinds take turns",
+    )
     parser.add_argument("--groups", type=int, default=5, help="groups of steps that are timed")
     parser.add_argument("--steps", type=int, default=8, help="steps of a group")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step by time, on a GPU")
@@ -261,17 +266,17 @@ def main() -> None:
     options = parse_arguments()
     set_memory_fraction()
     with tempfile.TemporaryDirectory() as folder:
-        trainer, batches, times, performance = open_and_measure(options, Path(folder))
-        row = describe(trainer, times) | performance
+        trainer, times, performance = open_and_measure(options, Path(folder))
+        rows = [describe(trainer, kind, times) for kind in options.tokens]
         what = experiment_words(options) if options.experiment else vars(options)
         print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {what}")
-        print(f"Settings: {performance.get('reason', 'from flags')}\n")
-        print_table(row)
+        print(f"Settings: {performance['reason']}\n")
+        print_table(rows)
         if options.kernels:
-            state, metrics = trainer.state, trainer.init_train_metrics(batches[0])
-            print(f"\n{kernel_table(kernel_times(lambda: trainer.train_step(state, batches[0], metrics)), 40)}")
+            (batch, *_), metrics = draw_batches(options.tokens[0], trainer), trainer.init_train_metrics()
+            print(f"\n{kernel_table(kernel_times(lambda: trainer.train_step(trainer.state, batch, metrics)), 40)}")
     if options.json:
-        options.json.write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(performance | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
