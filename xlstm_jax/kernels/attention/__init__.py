@@ -1,0 +1,1 @@
+"""Attention between the positions of documents that lie one after the other in a row."""
