@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xlstm_jax.kernels.attention.packed import find_slots, packed_backward, packed_forward
+from xlstm_jax.kernels.attention.packed import number_documents, packed_attention
 
 Attend = Callable[..., jax.Array]
 """From queries, keys, values and segment ids to outputs."""
@@ -87,23 +87,12 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Arra
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-def slots(slots_a_row: int) -> Attend:
-    """Return attention by the custom calls of the package."""
+def slots(slots_per_row: int) -> Attend:
+    """Return attention of the package, with so many slots for each row."""
 
-    def plain(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
-        return forward(q, k, v, ids)[0]
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        return packed_attention(q, k, v, number_documents(ids), True, q.shape[-1] ** -0.5, slots_per_row)
 
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> Any:
-        found = find_slots(ids, slots_a_row * q.shape[0])
-        out, sums = packed_forward(q, k, v, found, q.shape[-1] ** -0.5)
-        return out, (q, k, v, found, out, sums)
-
-    def backward(residuals: Any, dout: jax.Array) -> Any:
-        gradients: Any = packed_backward(*residuals, dout, dout.shape[-1] ** -0.5)
-        return *gradients, None
-
-    attend: Any = jax.custom_vjp(plain)
-    attend.defvjp(forward, backward)
     return attend
 
 

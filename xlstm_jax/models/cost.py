@@ -27,6 +27,7 @@ UNCOUNTABLE = {
     "conv_general_dilated",
     "dot_product_attention_bwd",
     "dot_product_attention_fwd",
+    "ffi_call",
     "pallas_call",
     "ragged_dot_general",
 }

@@ -1,1 +1,5 @@
-"""Attention between the positions of documents that lie one after the other in a row."""
+"""Attention, also within the documents that lie one after the other in a row."""
+
+from xlstm_jax.kernels.attention.api import attention, document_attention
+
+__all__ = ["attention", "document_attention"]

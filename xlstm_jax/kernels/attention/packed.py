@@ -1,57 +1,137 @@
-"""Attention with cuDNN's packed layout: the kernel gets the start and length of every document, and needs no mask.
+"""Attention with cuDNN's packed layout: it is given the start and length of each document, and needs no mask.
 
-JAX has a binding in a private module (`jax._src.cudnn`), which is not used here: it limits the documents of each row
-instead of those of the batch, keeps a statistic for every slot and position between the passes, and up to jax 0.10 it
-gives wrong offsets where keys have fewer heads than queries. The custom calls below are those that XLA hands to cuDNN.
+JAX has a binding in a private module (`jax._src.cudnn`). It is not used, because it limits the documents of each row
+instead of those of the whole batch, keeps one statistic for every document and position between the passes, and up to
+jax 0.10 gives wrong offsets if keys have fewer heads than queries. The calls below are those XLA hands to cuDNN.
+
+cuDNN schedules work for every slot as if it held a document of full length, so empty slots cost time. There are a few
+slots for each row, which the documents of all rows share, and a batch with more documents takes several passes.
 """
 
+import functools
 import json
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from xlstm_jax.kernels.keep import keep
+
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+NEEDED_CAPABILITY = 9.0
 LARGEST_OFFSET = 2**31 - 1
+SLOTS_PER_ROW = 16
+
+Gradients = tuple[Float[Array, "b s hq d"], Float[Array, "b s hk d"], Float[Array, "b s hk d"]]
 
 
-class Slots(NamedTuple):
-    """The documents of a batch as cuDNN takes them: one slot for each, in order; slots that are left over are empty."""
-
-    starts: Int[Array, " k+1"]
-    """Where each document begins, as a position in the flattened batch; the end of the batch for empty slots."""
-    lengths: Int[Array, " k"]
-    slot_of: Int[Array, "b s"]
-    """The slot of each position."""
-
-
-def find_slots(segment_ids: Int[Array, "b s"], num_slots: int) -> Slots:
-    """Give each run of equal ids in a row a slot. There must be no more of them than slots."""
+def number_documents(segment_ids: Int[Array, "b s"]) -> Int[Array, "b s"]:
+    """Count the runs of equal ids, from 0 and on through all rows."""
     first = jnp.ones_like(segment_ids[:, :1], bool)
-    borders = jnp.concatenate([first, segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1).reshape(-1)
-    slot_of = jnp.cumsum(borders, dtype=jnp.int32) - 1
-    size = segment_ids.size
-    at = jnp.where(borders, slot_of, num_slots + 1)
-    starts = jnp.full(num_slots + 1, size, jnp.int32).at[at].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
-    return Slots(starts, jnp.diff(starts), slot_of.reshape(segment_ids.shape))
+    borders = jnp.concatenate([first, segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
+    return (jnp.cumsum(borders.reshape(-1), dtype=jnp.int32) - 1).reshape(segment_ids.shape)
 
 
-def packed_forward(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def packed_attention(
     q: Float[Array, "b s hq d"],
     k: Float[Array, "b s hk d"],
     v: Float[Array, "b s hk d"],
-    slots: Slots,
+    documents: Int[Array, "b s"],
+    causal: bool,
     scale: float,
+    slots_per_row: int = SLOTS_PER_ROW,
+) -> Float[Array, "b s hq d"]:
+    """Compute attention within documents.
+
+    Args:
+        q: Queries.
+        k: Keys. A head of keys and values serves a group of neighbouring heads of queries, if there are fewer of them.
+        v: Values.
+        documents: The document of each position, as `number_documents` counts them.
+        causal: Positions see only themselves and those before.
+        scale: Multiplies the products of queries and keys.
+        slots_per_row: How many documents for each row fit into one pass.
+
+    Returns:
+        The mean of values that each head of queries sees.
+    """
+    return _forward(q, k, v, documents, causal, scale, slots_per_row)[0]
+
+
+def _forward(q: Any, k: Any, v: Any, documents: Any, causal: bool, scale: float, slots_per_row: int) -> Any:
+    run = functools.partial(_forward_pass, q, k, v, documents, causal, scale)
+    out, log_totals = keep(_in_passes(run, documents, slots_per_row))
+    return out, (q, k, v, documents, out, log_totals)
+
+
+def _backward(causal: bool, scale: float, slots_per_row: int, residuals: Any, dout: Any) -> Any:
+    q, k, v, documents, out, log_totals = residuals
+    run = functools.partial(_backward_pass, q, k, v, documents, out, log_totals, dout, causal, scale)
+    return *_in_passes(run, documents, slots_per_row), None
+
+
+packed_attention.defvjp(_forward, _backward)
+
+
+class _Slots(NamedTuple):
+    """The documents of one pass, one to a slot; slots that are left over are empty."""
+
+    first: Int[Array, ""]
+    """The document in the first slot."""
+    starts: Int[Array, " slots"]
+    """Where documents begin, as positions in the flattened batch; its end for empty slots."""
+    lengths: Int[Array, " slots"]
+
+
+def _in_passes(run: Any, documents: Int[Array, "b s"], slots_per_row: int) -> Any:
+    """Return the results of `run` for all documents, taking as many at a time as there are slots."""
+    num_slots = documents.shape[0] * min(slots_per_row, documents.shape[1])
+    num_documents = documents[-1, -1] + 1
+
+    def more(carry: Any) -> Any:
+        first, results = carry
+        new = run(_fill_slots(documents, first, num_slots))
+        # The kernel leaves unwritten what belongs to other documents.
+        is_new = (documents >= first) & (documents < first + num_slots)
+        choose = [_match(is_new, x) for x in results]
+        return first + num_slots, tuple(map(jnp.where, choose, new, results))
+
+    results = run(_fill_slots(documents, jnp.int32(0), num_slots))
+    carry = jnp.int32(num_slots), results
+    return lax.while_loop(lambda carry: carry[0] < num_documents, more, carry)[1]
+
+
+def _match(is_new: jax.Array, x: jax.Array) -> jax.Array:
+    """Give `[b, s]` the axes of outputs `[b, s, h, d]` or of statistics `[b, h, s]`."""
+    return is_new[:, None] if x.ndim == 3 else is_new[:, :, None, None]
+
+
+def _fill_slots(documents: Int[Array, "b s"], first: Int[Array, ""], num_slots: int) -> _Slots:
+    borders = first + jnp.arange(num_slots + 1, dtype=jnp.int32)
+    starts = jnp.searchsorted(documents.reshape(-1), borders, method="scan_unrolled").astype(jnp.int32)
+    return _Slots(first, starts[:-1], jnp.diff(starts))
+
+
+def _forward_pass(
+    q: Float[Array, "b s hq d"],
+    k: Float[Array, "b s hk d"],
+    v: Float[Array, "b s hk d"],
+    documents: Int[Array, "b s"],
+    causal: bool,
+    scale: float,
+    slots: _Slots,
 ) -> tuple[Float[Array, "b s hq d"], Float[Array, "b hq s"]]:
-    """Return the outputs of causal attention within documents and the log of the sums of its exponentials."""
-    b, s, hq, d = q.shape
-    num_slots = slots.lengths.shape[0]
+    """Return the outputs and the logs of the softmax's denominators, right where documents are in slots."""
+    b, s, heads, d = q.shape
+    num_slots = len(slots.lengths)
     results = [
-        jax.ShapeDtypeStruct((b, hq, s, d), q.dtype),
-        jax.ShapeDtypeStruct((num_slots, hq, s), jnp.float32),
-        jax.ShapeDtypeStruct((0,), jnp.uint8),
+        jax.ShapeDtypeStruct((b, heads, s, d), q.dtype),
+        jax.ShapeDtypeStruct((num_slots, heads, s), jnp.float32),
+        jax.ShapeDtypeStruct((0,), jnp.uint8),  # XLA puts its working memory here.
     ]
     call = jax.ffi.ffi_call(
         FORWARD,
@@ -59,30 +139,32 @@ def packed_forward(
         vmap_method="sequential",
         output_layouts=[(0, 2, 1, 3), (0, 1, 2), (0,)],
         custom_call_api_version=2,
-        legacy_backend_config=_backend_config(q, num_slots // b, scale, backward=False),
+        legacy_backend_config=_backend_config(q, num_slots // b, causal, scale, FORWARD_PRODUCTS),
     )
-    out, sums, _ = call(q, k, v, *_operands(slots, q, k))
-    positions = jnp.arange(b * s, dtype=jnp.int32).reshape(b, 1, s)
-    slot_of = slots.slot_of[:, None]
-    sums = sums[slot_of, jnp.arange(hq)[:, None], positions - slots.starts[slot_of]]
-    return out.transpose(0, 2, 1, 3), sums
+    out, log_totals, _ = call(q, k, v, *_operands(slots, q, k))
+    slot = jnp.clip(documents - slots.first, 0, num_slots - 1)
+    place = jnp.arange(b * s, dtype=jnp.int32).reshape(b, s) - slots.starts[slot]
+    log_totals = log_totals[slot[:, None], jnp.arange(heads)[:, None], place[:, None]]
+    return out.transpose(0, 2, 1, 3), log_totals
 
 
-def packed_backward(
+def _backward_pass(
     q: Float[Array, "b s hq d"],
     k: Float[Array, "b s hk d"],
     v: Float[Array, "b s hk d"],
-    slots: Slots,
+    documents: Int[Array, "b s"],
     out: Float[Array, "b s hq d"],
-    sums: Float[Array, "b hq s"],
+    log_totals: Float[Array, "b hq s"],
     dout: Float[Array, "b s hq d"],
+    causal: bool,
     scale: float,
-) -> tuple[Float[Array, "b s hq d"], Float[Array, "b s hk d"], Float[Array, "b s hk d"]]:
-    """Return the gradients of queries, keys and values."""
-    b, s, hq, d = q.shape
-    num_slots = slots.lengths.shape[0]
-    at = jnp.minimum(slots.starts[:-1, None] + jnp.arange(s), b * s - 1)
-    of_slots = sums[(at // s)[:, None], jnp.arange(hq)[:, None], (at % s)[:, None]]
+    slots: _Slots,
+) -> Gradients:
+    """Return the gradients of queries, keys and values, right where documents are in slots."""
+    del documents
+    b, s, heads, d = q.shape
+    positions = jnp.minimum(slots.starts[:, None] + jnp.arange(s), b * s - 1)[:, None]
+    of_slots = log_totals[positions // s, jnp.arange(heads)[:, None], positions % s]
     results = [jax.ShapeDtypeStruct((b, x.shape[2], s, d), x.dtype) for x in (q, k, v)]
     call = jax.ffi.ffi_call(
         BACKWARD,
@@ -90,37 +172,36 @@ def packed_backward(
         vmap_method="sequential",
         output_layouts=[*[(0, 2, 1, 3)] * 3, (0,)],
         custom_call_api_version=2,
-        legacy_backend_config=_backend_config(q, num_slots // b, scale, backward=True),
+        legacy_backend_config=_backend_config(q, len(slots.lengths) // b, causal, scale, BACKWARD_PRODUCTS),
     )
     *gradients, _ = call(q, k, v, of_slots, dout, out, *_operands(slots, q, k))
     dq, dk, dv = (x.transpose(0, 2, 1, 3) for x in gradients)
     return dq, dk, dv
 
 
-def _operands(slots: Slots, q: jax.Array, k: jax.Array) -> list[jax.Array]:
-    """Return the lengths and offsets of documents in queries and keys, in numbers from the start of the array."""
-    b, num_slots = q.shape[0], slots.lengths.shape[0]
-    lengths = slots.lengths.reshape(b, num_slots // b)
-    # XLA reads one offset more than there are slots; it takes arrays with one more for each row.
-    starts = jnp.concatenate([slots.starts, jnp.full(b - 1, math.prod(q.shape[:2]), jnp.int32)])
-    starts = starts.reshape(b, num_slots // b + 1)
+def _operands(slots: _Slots, q: jax.Array, k: jax.Array) -> list[jax.Array]:
+    """Return the lengths of documents in queries and in keys, and their offsets, counted in numbers."""
+    b, end = q.shape[0], math.prod(q.shape[:2])
+    lengths = slots.lengths.reshape(b, -1)
+    # There is one offset more than slots; XLA takes an array with one more for each row, and reads the first of them.
+    starts = jnp.concatenate([slots.starts, jnp.full(b, end, jnp.int32)]).reshape(b, -1)
     return [lengths, lengths, *(starts * math.prod(x.shape[2:]) for x in (q, k))]
 
 
-def _backend_config(q: jax.Array, slots_a_row: int, scale: float, *, backward: bool) -> str:
-    b, s, hq, _ = q.shape
-    products = {
-        "bmm1_dot_dimension_numbers": ((3, 3), (2, 2)),
-        "bmm2_dot_dimension_numbers": ((3, 1), (1, 2)),
-    }
-    if backward:
-        products = {
-            "bmm1_grad_gemm1_dot_dimension_numbers": ((2, 1), (1, 2)),
-            "bmm1_grad_gemm2_dot_dimension_numbers": ((3, 1), (1, 2)),
-            "bmm2_grad_gemm1_dot_dimension_numbers": ((2, 1), (1, 2)),
-            "bmm2_grad_gemm2_dot_dimension_numbers": ((3, 3), (2, 2)),
-        }
-    call = {
+# For each product: the contracted axis of both sides, and the axis of heads of both sides.
+FORWARD_PRODUCTS = {"bmm1": ((3, 3), (2, 2)), "bmm2": ((3, 1), (1, 2))}
+BACKWARD_PRODUCTS = {
+    "bmm1_grad_gemm1": ((2, 1), (1, 2)),
+    "bmm1_grad_gemm2": ((3, 1), (1, 2)),
+    "bmm2_grad_gemm1": ((2, 1), (1, 2)),
+    "bmm2_grad_gemm2": ((3, 3), (2, 2)),
+}
+
+
+def _backend_config(q: jax.Array, slots_per_row: int, causal: bool, scale: float, products: dict[str, Any]) -> str:
+    """Describe a call to XLA."""
+    b, s, heads, _ = q.shape
+    call: dict[str, Any] = {
         "algorithm": {
             "algo_id": "0",
             "math_type": "TENSOR_OP_MATH",
@@ -131,20 +212,20 @@ def _backend_config(q: jax.Array, slots_a_row: int, scale: float, *, backward: b
         "fmha_scale": scale,
         "intermediate_tensor_shape": {
             "element_type": {"bfloat16": "BF16", "float16": "F16"}[q.dtype.name],
-            "dimensions": [str(size) for size in (b, hq, s, s)],
+            "dimensions": [str(size) for size in (b, heads, s, s)],
             "is_dynamic_dimension": [False] * 4,
             "layout": {"minor_to_major": ["3", "2", "1", "0"]},
         },
         "is_flash_attention": True,
-        "mask_type": "PADDING_CAUSAL",
+        "mask_type": "PADDING_CAUSAL" if causal else "PADDING",
         "dropout_rate": 0.0,
         "seed": 42,
         "sliding_window_length": 0,
-        "max_seg_per_batch": slots_a_row,
+        "max_seg_per_batch": slots_per_row,
         "is_paged_attention": False,
     }
     for name, ((left, right), (left_heads, right_heads)) in products.items():
-        call[name] = {
+        call[f"{name}_dot_dimension_numbers"] = {
             "lhs_contracting_dimensions": [str(left)],
             "rhs_contracting_dimensions": [str(right)],
             "lhs_batch_dimensions": ["0", str(left_heads)],

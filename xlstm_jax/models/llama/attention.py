@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.kernels.attention import attention, document_attention
 from xlstm_jax.kernels.log import say_once
 
 LOGGER = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ def multihead_attention(
     causal: bool = True,
     qk_scale: float | None = None,
     backend: AttentionBackend = "xla",
+    *,
+    contiguous_segments: bool = False,
 ) -> Float[Array, "b s hq d"]:
     """Attend from each position of a sequence to the others.
 
@@ -126,21 +129,19 @@ def multihead_attention(
         qk_scale: Multiplies the products of queries and keys; `1/sqrt(d)` by default.
         backend: `xla`, which runs on every device, `cudnn`, on NVIDIA GPUs and with bfloat16 or float16, or `auto`, the
             faster one that can run.
+        contiguous_segments: Each run of equal ids is a segment of its own, as in rows of packed documents. Then cuDNN
+            needs no mask of all pairs of positions on Hopper GPUs.
 
     Returns:
         The mean of values that each head of queries sees.
     """
-    length, backend = q.shape[1], resolve_backend(backend, q.dtype, q.shape[-1])
-    if backend == "cudnn" and length % 2:
-        # Its gradients need an even length. The position that is added is in a segment of its own.
-        if segment_ids is None and not causal:
-            segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
-        if segment_ids is not None:
-            segment_ids = jnp.pad(segment_ids, ((0, 0), (0, 1)), constant_values=-1)
-        q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+    chosen = resolve_backend(backend, q.dtype, q.shape[-1])
+    if segment_ids is not None and contiguous_segments:
+        return document_attention(q, k, v, segment_ids, causal=causal, scale=qk_scale, backend=chosen)
     mask = None if segment_ids is None else segment_mask(segment_ids)
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, scale=qk_scale, implementation=backend)
-    return out[:, :length]
+    if mask is not None and chosen == "cudnn":
+        say_once(LOGGER, "Attention within segments: a mask of all pairs of positions, as contiguous_segments is off.")
+    return attention(q, k, v, mask, causal=causal, scale=qk_scale, backend=chosen)
 
 
 def cached_attention(

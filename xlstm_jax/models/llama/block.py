@@ -59,7 +59,8 @@ class SelfAttentionBlock(nn.Module):
         q, k = apply_rotary_emb(q, k, *precompute_freqs(config.head_dim, positions, theta=config.theta))
         starts = _document_starts(x, state, context) if config.mask_across_document_boundaries else None
         if state is None:
-            y = multihead_attention(q, k, v, starts, config.causal, backend=config.attention_backend)
+            backend = config.attention_backend
+            y = multihead_attention(q, k, v, starts, config.causal, backend=backend, contiguous_segments=True)
             if context.keeps_state:
                 state = append(init_cache(config, x.shape[0]), k, v, positions, starts)
         else:

@@ -1,0 +1,64 @@
+"""Attention within documents by cuDNN, computed by a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerances import assert_close_by_norm
+
+from xlstm_jax.kernels.attention.api import packed_problem
+from xlstm_jax.kernels.attention.packed import number_documents, packed_attention
+
+SMALL = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or packed_problem(SMALL, SMALL) is not None,
+    reason="there is no GPU with cuDNN's packed layout",
+)
+
+NAMES = "outputs", "gradient of queries", "gradient of keys", "gradient of values"
+LAYOUTS = {
+    "one document a row": lambda length: [[length]] * 2,
+    "several documents": lambda length: [[length // 3, 1, length - length // 3 - 1], [7, length - 7]],
+    "short documents": lambda length: [[5] * (length // 5) + [length % 5] * (length % 5 > 0), [length]],
+    "every position is a document": lambda length: [[1] * length, [length]],
+}
+
+
+def draw(length, heads, kv_heads, head_dim):
+    """Draw queries, keys, values and a gradient of the outputs; they are numbers of bfloat16."""
+    generator, numbers = np.random.default_rng(0), (heads, kv_heads, kv_heads, heads)
+    drawn = [generator.normal(size=(2, length, count, head_dim)) for count in numbers]
+    return [jnp.asarray(x, jnp.bfloat16) for x in drawn]
+
+
+def run(attend, dtype, inputs):
+    """Return the outputs of attention and the gradients of its inputs."""
+
+    @jax.jit
+    def both(q, k, v, dout):
+        out, backward = jax.vjp(attend, q, k, v)
+        return out, *backward(dout)
+
+    return dict(zip(NAMES, both(*(x.astype(dtype) for x in inputs)), strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "head_dim"),
+    [(1024, 4, 4, 64), (1024, 4, 4, 128), (1024, 8, 2, 128), (515, 4, 1, 64), (77, 3, 3, 48)],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_gradients_are_those_of_plain_jax_in_float32(layout, length, heads, kv_heads, head_dim, causal):
+    ids = jnp.array([np.repeat(np.arange(len(row)), row) for row in LAYOUTS[layout](length)], jnp.int32)
+    inputs = draw(length, heads, kv_heads, head_dim)
+
+    def plain(q, k, v):
+        mask = (ids[:, :, None] == ids[:, None, :])[:, None]
+        with jax.default_matmul_precision("highest"):
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, scale=0.2, implementation="xla")
+
+    expected = run(plain, jnp.float32, inputs)
+    actual = run(lambda q, k, v: packed_attention(q, k, v, number_documents(ids), causal, 0.2), jnp.bfloat16, inputs)
+    # Where documents have one position, gradients of queries and keys are zero.
+    at_least = np.linalg.norm(np.asarray(expected["gradient of values"], np.float64))
+    assert_close_by_norm(actual, expected, relative=1e-2, at_least=1e-1 * at_least)
