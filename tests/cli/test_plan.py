@@ -31,6 +31,15 @@ def test_a_plan_for_more_devices_than_there_are_is_printed_and_written(tmp_path,
     assert plan["persistent"]["optimizer"] == pytest.approx(2 * plan["persistent"]["parameters"], rel=0.01)
 
 
+def test_a_plan_has_the_settings_that_a_run_on_these_devices_would_get(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    words = [*SMALL, "--devices", "8", "--accelerator", "h100"]
+    assert main(["plan", *words]) == 0
+    assert "blocks scanned" in capsys.readouterr().out
+    assert main(["plan", *words, "performance=manual"]) == 0
+    assert "performance: manual" in capsys.readouterr().out
+
+
 def test_the_command_that_fits_is_printed(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     words = [*SMALL, "name=my run", "--devices", "8", "--accelerator", "h100", "--target-memory", "1"]

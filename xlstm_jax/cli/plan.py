@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-compilations", type=int, default=8, metavar="N", help="how many candidates to compile")
     parser.add_argument(
-        "--no-compile", action="store_true", help="do not compile the step: faster, but memory is a lower bound"
+        "--no-compile",
+        action="store_true",
+        help="do not compile the step, which is done for the devices of this machine: faster, but memory is estimated",
     )
     parser.add_argument("--sharding", action="store_true", help="list how every parameter is split")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to a file too")
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:
     import jax
 
+    from xlstm_jax.recipes.performance import planned_devices, resolve_performance
     from xlstm_jax.recipes.run_config import build_run
     from xlstm_jax.trainer.planning.plan import make_plan
     from xlstm_jax.trainer.planning.search import search
@@ -61,7 +64,16 @@ def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:
     setup = config.setup(args.devices or jax.device_count())
     accelerator = _find_accelerator(args.accelerator, setup.num_devices)
     if args.target_memory is None:
-        plan = make_plan(setup, accelerator, compiles=not args.no_compile, num_steps=config.num_train_steps)
+        performance = resolve_performance(config, settings, planned_devices(accelerator, setup.axis_sizes), None)
+        setup = performance.apply(config).setup(setup.num_devices)
+        compiles = args.accelerator in (None, "cpu") and not args.no_compile
+        plan = make_plan(
+            setup,
+            accelerator,
+            compiles=compiles,
+            num_steps=config.num_train_steps,
+            performance=performance.reason,
+        )
     else:
         target = args.target_memory * GIB
         result = search(setup, target, accelerator, max_compilations=args.max_compilations, report=complain)

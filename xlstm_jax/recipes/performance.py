@@ -105,6 +105,14 @@ def describe_devices(mesh: Mesh) -> Devices:
     return Devices(device.platform, device.device_kind, dict(mesh.shape), memory_limit(device))
 
 
+def planned_devices(accelerator: Accelerator, axis_sizes: Mapping[str, int]) -> Devices:
+    """Describe devices that are not there; JAX may use about as much of a GPU as its data sheet gives it."""
+    if not accelerator.device_kinds:
+        return Devices("cpu", accelerator.name, dict(axis_sizes), None)
+    platform = "gpu" if accelerator.is_gpu else "tpu"
+    return Devices(platform, accelerator.device_kinds[0], dict(axis_sizes), int(accelerator.memory))
+
+
 def resolve_performance(
     config: RunConfig, settings: Mapping[str, Any], devices: Devices, folder: Path | None
 ) -> Performance:

@@ -10,7 +10,9 @@ from trainer.planning.setups import make_setup
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.models.cost import model_cost
+from xlstm_jax.trainer.accelerators import find_accelerator
 from xlstm_jax.trainer.planning.compiled import CompiledMemory
+from xlstm_jax.trainer.planning.footprint import step_memory
 from xlstm_jax.trainer.planning.plan import make_plan
 from xlstm_jax.trainer.planning.tables import render
 
@@ -38,17 +40,29 @@ def test_the_time_of_a_run_is_that_of_its_steps(plan):
     assert plan.tokens_per_second == 16 * 24 / plan.time.total
 
 
-def test_without_a_compilation_memory_is_what_was_traced(plan):
+def test_memory_of_an_accelerator_is_that_of_the_formula(plan):
+    setup = make_setup(dp=2, fsdp=4, rows=16, accumulation=2)
+    assert plan.memory == step_memory(setup, find_accelerator("h100"))
+    assert "estimated by formula" in text_of(render(plan), 100)
+
+
+def test_without_a_formula_or_a_compilation_memory_is_a_lower_bound(plan):
+    plan = dataclasses.replace(plan, estimated=None)
     parts = plan.persistent.total + 2 * plan.gradients + plan.activations + 2 * plan.logits
     assert plan.memory == parts
+    assert "at least" in text_of(render(plan), 100)
 
 
-def test_the_memory_of_a_compiled_step_counts(plan):
-    compiled = dataclasses.replace(plan, compiled=CompiledMemory("cpu", 10, 20, 30, 40))
-    assert compiled.memory == 100
-    assert "for cpu, in float32: an estimate" in text_of(render(compiled), 100)
+def test_the_memory_of_a_step_that_was_compiled_for_the_device_counts(plan):
     compiled = dataclasses.replace(plan, compiled=CompiledMemory("NVIDIA H100", 10, 20, 30, 40))
-    assert "estimate, rather" not in text_of(render(compiled), 100)
+    assert compiled.memory == 100
+    assert "as compiled for NVIDIA H100" in text_of(render(compiled), 100)
+
+
+def test_what_was_compiled_for_a_cpu_is_not_taken_for_an_accelerator(plan):
+    memory = CompiledMemory("cpu", 10, 20, 30, 40)
+    assert dataclasses.replace(plan, compiled=memory).memory == plan.estimated
+    assert dataclasses.replace(plan, compiled=memory, estimated=None).memory == 100
 
 
 @pytest.mark.parametrize("width", [80, 100])

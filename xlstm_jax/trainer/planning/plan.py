@@ -1,11 +1,9 @@
 """The plan of a run: parameters, memory, FLOPs, time and the place of every parameter.
 
-What lives as long as the run is exact. Of what lives within a step, there are two estimates. The lower one is read off
-the traced step, in the precisions of the model: gradients, activations and logits. The upper one is what the compiled
-step needs; if it was compiled for a CPU, which computes in float32, another device needs less. On an H200 (xLSTM of
-0.4B and 1.4B, Llama of 0.4B, 16k to 32k tokens in a minibatch, each remat), temporaries were 0.96 to 1.34 times the
-lower one and 0.44 to 0.94 times the upper one. A step that is compiled for the device itself takes what its compiler
-says, within 4%.
+Memory between steps is exact. What a step needs beside it is known in one of three ways. A step that was compiled for
+the device itself takes what its compiler says. For another accelerator, `footprint` estimates it, within 5 % of what
+was measured on an H200. For a CPU there are the compiled step and, if nothing was compiled, a lower bound that is read
+off the traced step: gradients, activations that are saved, and logits.
 """
 
 import dataclasses
@@ -18,6 +16,7 @@ from xlstm_jax.trainer.planning.activations import kept_activations
 from xlstm_jax.trainer.planning.communication import count_communication
 from xlstm_jax.trainer.planning.compiled import CompiledMemory
 from xlstm_jax.trainer.planning.estimate import Assumptions, StepTime, measured_cpu, step_flops, step_time
+from xlstm_jax.trainer.planning.footprint import step_memory
 from xlstm_jax.trainer.planning.memory import (
     Parameter,
     PersistentMemory,
@@ -60,6 +59,10 @@ class Plan:
     """Of a step."""
     num_steps: int | None
     parameters: tuple[Parameter, ...]
+    estimated: int | None = None
+    """Bytes that the step needs by the formula for accelerators; `None` for a CPU."""
+    performance: str | None = None
+    """What `performance: auto` has chosen, and why."""
 
     @property
     def traced_temporaries(self) -> int:
@@ -69,8 +72,10 @@ class Plan:
 
     @property
     def memory(self) -> int:
-        """The bytes that a device needs: those of the compiled step, else the lower estimate."""
-        return self.persistent.total + self.traced_temporaries if self.compiled is None else self.compiled.peak
+        """The bytes that a device needs, from the best source there is."""
+        if self.compiled is not None and (self.estimated is None or self.compiled.device_kind != "cpu"):
+            return self.compiled.peak
+        return self.persistent.total + self.traced_temporaries if self.estimated is None else self.estimated
 
     @property
     def tokens_per_step(self) -> int:
@@ -118,6 +123,7 @@ def make_plan(
     compiles: bool = True,
     num_steps: int | None = None,
     assumptions: Assumptions | None = None,
+    performance: str | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -127,6 +133,7 @@ def make_plan(
         compiles: Whether to compile the training step, which says how much memory it needs.
         num_steps: How long the run is.
         assumptions: Which shares of the device's rates are reached.
+        performance: What was chosen for the run, to be shown.
 
     Returns:
         The plan.
@@ -158,4 +165,6 @@ def make_plan(
         time=step_time(setup, memory, communication, accelerator, assumptions),
         num_steps=num_steps,
         parameters=list_parameters(trainer),
+        estimated=step_memory(setup, accelerator) if accelerator.device_kinds else None,
+        performance=performance,
     )

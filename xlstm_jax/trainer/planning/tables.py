@@ -76,6 +76,7 @@ def _run_table(plan: Plan) -> Table:
         "batch": f"{plan.batch_size:,} × {plan.context_length:,} = {plan.tokens_per_step:,} tokens, "
         f"accumulation {plan.accumulation}",
         "remat": plan.remat,
+        **({"performance": plan.performance} if plan.performance else {}),
         "FLOPs of a step": f"{plan.flops.model:.3g} of the model ({per_token:.3g} for a token), "
         f"{plan.flops.executed:.3g} executed ({again:.0%} recomputed)",
     }
@@ -91,29 +92,27 @@ def _memory_table(plan: Plan) -> Table:
         ("parameters", persistent.parameters, "exact"),
         ("optimizer state", persistent.optimizer, "exact"),
         ("batch, metrics and other state", persistent.batch + persistent.other, "exact"),
-        ("within a step, at least about", plan.traced_temporaries, "traced, in the precision of the model"),
-        ("  gradients", plan.gradients, "as large as parameters"),
-        ("  activations kept", plan.activations, f"of one minibatch, remat {plan.remat}"),
-        ("  logits of a chunk", plan.logits, "float32; as much again for their gradients"),
+        ("saved by the forward pass", plan.activations, f"traced, for one minibatch, remat {plan.remat}"),
+        ("gradients", plan.gradients, "as large as parameters"),
+        ("logits of a chunk", plan.logits, "float32; as much again for their gradients"),
     ]
     for name, size, source in rows:
         table.add_row(name, f"{size / GIB:,.2f}", source)
-    is_cpu = plan.compiled is not None and plan.compiled.device_kind == "cpu"
-    if plan.compiled is not None:
-        table.add_row(
-            "within a step, as compiled",
-            f"{plan.compiled.temporaries / GIB:,.2f}",
-            f"for {plan.compiled.device_kind}" + (", in float32: an estimate, rather too high" if is_cpu else ""),
-        )
     share = plan.memory / plan.accelerator.memory
-    verdict = "as compiled" if plan.compiled is not None else "at least; nothing was compiled"
     color = "red" if share > 1 else "green"
     table.add_row(
         "[bold]needed[/]",
         f"[bold]{plan.memory / GIB:,.2f}[/]",
-        f"{verdict}: [{color}]{share:.0%}[/] of {plan.accelerator.memory / GIB:,.1f} GiB",
+        f"{_source(plan)}: [{color}]{share:.0%}[/] of {plan.accelerator.memory / GIB:,.1f} GiB",
     )
     return table
+
+
+def _source(plan: Plan) -> str:
+    """Say where the figure for the memory comes from."""
+    if plan.compiled is not None and plan.memory == plan.compiled.peak:
+        return f"as compiled for {plan.compiled.device_kind}"
+    return "at least; nothing was compiled" if plan.estimated is None else "estimated by formula"
 
 
 def _time_table(plan: Plan) -> Table:
