@@ -158,6 +158,7 @@ def test_doctor_tells_how_much_of_a_gpu_jax_may_use(environment):
     )
     environment.setattr(jax, "local_devices", lambda: [gpu])
     environment.setattr(devices, "_check_matmul", lambda device: 0.1)
+    environment.setattr(devices, "describe_cache", lambda: "off")
     set_memory_fraction()
     section = devices.check_devices("Devices")
     assert "132.8 GiB" in section.rows[0][2]

@@ -100,8 +100,10 @@ def continue_texts(
 
     from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
     from xlstm_jax.inference.sampling import filtered_sampling
+    from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
     from xlstm_jax.trainer.llm.trainer import LLMTrainer
 
+    enable_compilation_cache()
     tokenizer = _load_tokenizer(tokenizer_path or _tokenizer_of(folder))
     end = tokenizer.eos_token_id
     rows = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]

@@ -21,6 +21,7 @@ from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.text_measures import TextMeasures, measure_text
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
+from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
 from xlstm_jax.recipes.compose import resolved
 from xlstm_jax.recipes.data import DataRecipe
 from xlstm_jax.recipes.lock import locked
@@ -115,6 +116,7 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
     plain = resolved(settings)
     config = build_run(plain)
     mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
+    enable_compilation_cache()
     folder = Path(from_first_process(lambda: str(folder)))
     with contextlib.ExitStack() as lock:
         lock.enter_context(locked(folder))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.cli.checks.section import FAILED, PASSED, Section, first_line
 from xlstm_jax.cli.gpu_memory import LARGEST_FRACTION, VARIABLE, current_fraction
+from xlstm_jax.recipes.compilation_cache import describe_cache
 
 REDUCED_BYTES = 2**24
 """What each device brings to the all-reduce that is timed."""
@@ -41,6 +42,7 @@ def check_devices(title: str) -> Section:
             f"JAX may use {current_fraction():.0%} of a GPU's memory; to change that, set {VARIABLE}, which commands "
             f"set to at most {LARGEST_FRACTION} where no variable configures JAX's memory."
         )
+    section.notes.append(f"Compilation cache {describe_cache()}.")
     if shutil.which("nvidia-smi") and all(device.platform == "cpu" for device in devices):
         section.notes.append("An NVIDIA driver is here, but JAX sees no GPU: install the extra cuda12 or cuda13.")
     return section
