@@ -54,6 +54,14 @@ def test_an_activity_can_turn_out_to_be_another(clock, time):
     assert clock.shares()["goodput"] == 1
 
 
+def test_the_time_of_training_is_that_of_steps_and_of_waiting_for_data(clock, time):
+    time.now += 1
+    for activity, seconds in [("data", 2), ("compile", 10), ("checkpoint", 20), ("evaluation", 30), ("restart", 40)]:
+        with clock.measure(activity):
+            time.now += seconds
+    assert clock.training_seconds == 3
+
+
 def test_time_counts_even_if_an_activity_fails(clock, time):
     def fail():
         time.now += 2

@@ -150,20 +150,28 @@ def test_step_time_is_the_mean_since_the_last_log(monkeypatch):
     assert [row["step_time"] for *_, row in recorder.rows] == [1.5, 0.5]
 
 
-def test_step_time_is_left_out_right_after_a_validation(monkeypatch):
+def test_step_time_does_not_count_a_validation(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    logger, recorder = make()
+    logger, recorder = make(every=2)
     logger.start_epoch(1, 0)
-    logger.start_epoch(1, 0, "val")
-    now[0] += 60
-    logger.end_epoch(None, 0)
     for step in [1, 2]:
         now[0] += 3
         logger.log_step(metrics_of(1.0), step)
-    first, second = (row for mode, *_, row in recorder.rows if mode == "train")
-    assert "step_time" not in first
-    assert second["step_time"] == 3
+        logger.start_epoch(1, step, "val")
+        now[0] += 60
+        logger.end_epoch(None, step)
+    assert [row["step_time"] for mode, *_, row in recorder.rows if mode == "train"] == [3]
+
+
+def test_step_time_counts_only_what_the_clock_of_steps_counts(monkeypatch):
+    now = [0.0]
+    logger, recorder = make()
+    logger.step_clock = lambda: now[0]
+    logger.start_epoch(1, 0)
+    now[0] += 2
+    logger.log_step(metrics_of(1.0), 1)
+    assert [row["step_time"] for *_, row in recorder.rows] == [2]
 
 
 def test_step_time_does_not_count_what_came_before_the_timer_was_restarted(monkeypatch):

@@ -65,11 +65,18 @@ def test_a_row_of_training_is_a_plain_line(capsys):
         ("tokens_per_second", 999.4, "tokens/s 999"),
         ("mfu", 0.0123, "MFU 1.2 %"),
         ("device_memory_gib", 79.96, "memory 80.0 GiB"),
+        ("checkpoint_time", 12.34, "checkpoint 12.3 s"),
+        ("evaluation_time", 3.0, "evaluation 3.0 s"),
     ],
 )
 def test_any_metric_may_come_alone_and_with_a_postfix(capsys, name, value, text, postfix):
     make().log_host_metrics({name + postfix: value}, 5, mode="train")
     assert lines_of(capsys) == [f"step 5/1000 (0.5 %)  {text}"]
+
+
+def test_rows_without_a_pause_do_not_mention_it(capsys):
+    make().log_host_metrics({"loss": 1.0, "checkpoint_time": 0.0, "evaluation_time": 0.05}, 5, mode="train")
+    assert lines_of(capsys) == ["step 5/1000 (0.5 %)  loss 1.000"]
 
 
 def test_without_a_number_of_steps_there_is_no_end_in_sight(capsys):

@@ -76,6 +76,12 @@ class Clock:
         return self._seconds | {USEFUL: self._seconds[USEFUL] + self._open[0].seconds}
 
     @property
+    def training_seconds(self) -> float:
+        """The seconds of steps and of waiting for data, without compilation, checkpoints, evaluation and restarts."""
+        seconds = self.seconds
+        return seconds[USEFUL] + seconds["data"]
+
+    @property
     def elapsed(self) -> float:
         """The seconds of all activities."""
         return sum(self.seconds.values())

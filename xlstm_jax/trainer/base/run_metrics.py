@@ -47,10 +47,12 @@ class RunMonitor:
         self.data_statistics: Callable[[], Mapping[str, float]] = dict
         self._sequence_length = 0
         self._last = (0, 0)
+        self._last_seconds = clock.seconds
 
     def start(self, step: int) -> None:
         """Begin to count at a step."""
         self._last = (step, self.tokens_seen)
+        self._last_seconds = self.clock.seconds
         self.data_wait = 0.0
 
     def count(self, inputs: Any) -> None:
@@ -63,11 +65,13 @@ class RunMonitor:
         """Compute the numbers of a row."""
         last_step, last_tokens = self._last
         num_steps, num_tokens = step - last_step, self.tokens_seen - last_tokens
+        seconds = self.clock.seconds
         self.num_bad = int(row.pop(f"{BAD_STEPS}_single", 0))
         numbers: dict[str, Any] = {
             "tokens_seen": self.tokens_seen,
             "data_wait_time": self.data_wait / max(num_steps, 1),
             "compile_time": self.clock.seconds["compile"],
+            **{f"{name}_time": seconds[name] - self._last_seconds[name] for name in ("checkpoint", "evaluation")},
             BAD_STEPS: self.num_bad,
         }
         if "step_time" in row and num_steps:

@@ -162,6 +162,7 @@ class TrainerModule(Validation):
         shape = self.model_config.model_config
         self.monitor = RunMonitor(self.clock, shape, self.mesh.size)
         self.logger.monitors.append(self.monitor)
+        self.logger.step_clock = lambda: self.clock.training_seconds
         is_first = jax.process_index() == 0
         self.heartbeat = Heartbeat(self.log_path / "heartbeat.json" if self.log_path and is_first else None)
 

@@ -3,6 +3,8 @@
 import logging
 from typing import Any
 
+import jax
+
 from xlstm_jax.trainer.base.bad_steps import BadStepHandling
 from xlstm_jax.trainer.base.evaluation import DataLoaders, Evaluation
 from xlstm_jax.trainer.base.plan import Plan
@@ -14,6 +16,7 @@ class Validation(Evaluation, BadStepHandling):
     """Validates the model of a trainer while it trains; a step is validated once."""
 
     def _eval_model_in_train_loop(self, val_loader: DataLoaders, epoch_idx: int) -> dict[str, Any]:
+        jax.block_until_ready(self.state.step)  # Steps that still run are not part of the time of a validation.
         with self.clock.measure("evaluation"):
             self.on_validation_epoch_start(epoch_idx=epoch_idx, step_idx=self.global_step)
             metrics = self.eval_model(val_loader, mode="val", epoch_idx=epoch_idx)

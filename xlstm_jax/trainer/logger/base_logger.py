@@ -81,6 +81,8 @@ class _Epoch:
     index: int
     mode: str
     start_time: float
+    start_of_steps: float
+    """What `Logger.step_clock` read."""
 
 
 class Logger:
@@ -101,6 +103,8 @@ class Logger:
         found_nans: Whether a metric that `log_step` logged was NaN since training started.
         epoch: The index of the current epoch, or else of the last.
         monitors: Functions from a row of `log_step` and its step to numbers that are added to the row.
+        step_clock: Reads the seconds that count as time of steps. The trainer's clock leaves out compilation,
+            checkpoints and evaluations; by default, all time counts but that of epochs within another.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Logger:
         self.found_nans = False
         self.epoch = 0
         self.monitors: list[Callable[[dict[str, Any], int], Mapping[str, Any]]] = []
+        self.step_clock: Callable[[], float] = lambda: time.perf_counter()
         self._open_epochs: list[_Epoch] = []
         self._last_log: tuple[float, int] | None = None
         self._reported: set[tuple[int, type[Exception]]] = set()
@@ -163,9 +168,10 @@ class Logger:
     def start_epoch(self, epoch: int, step: int, mode: str = "train") -> None:
         """Begin an epoch, also within another."""
         LOGGER.info("Starting epoch %d at step %d in mode %s.", epoch, step, mode)
-        now = time.perf_counter()
-        self._open_epochs.append(_Epoch(epoch, mode, now))
-        self._last_log = (now, step)
+        now = self.step_clock()
+        if not self._open_epochs:
+            self._last_log = (now, step)
+        self._open_epochs.append(_Epoch(epoch, mode, time.perf_counter(), now))
         self.epoch = epoch
 
     def is_due(self, step: int) -> bool:
@@ -175,8 +181,8 @@ class Logger:
     def log_step(self, metrics: Metrics | dict[str, Any], step: int) -> Metrics | dict[str, Any]:
         """Log the metrics if it is time to.
 
-        The mean seconds of a step since the last log are added as `step_time`, unless a validation came in between:
-        what belongs to it, such as a checkpoint, is no time of steps. Neither is what came before `restart_timer`.
+        The mean seconds of a step since the last log, or since `restart_timer`, are added as `step_time`. Validations
+        in between do not count.
 
         Args:
             metrics: The metrics that have accumulated on the device.
@@ -198,7 +204,7 @@ class Logger:
 
     def restart_timer(self, step: int) -> None:
         """Measure the time of steps from now on, after `step` of them: that of the first was mostly compilation."""
-        self._last_log = (time.perf_counter(), step)
+        self._last_log = (self.step_clock(), step)
 
     def log_host_metrics(self, host_metrics: Mapping[str, Any], step: int, mode: str | None = None) -> None:
         """Log numbers that are on the host already, under the current mode unless another is given."""
@@ -227,8 +233,12 @@ class Logger:
             host_metrics = self._postprocess(get_metrics(metrics, reset_metrics=False)[1])
         host_metrics["epoch_time"] = time.perf_counter() - self._open_epochs[-1].start_time
         self.log_host_metrics(host_metrics, step)
-        self._open_epochs.pop()
-        self._last_log = None
+        ended = self._open_epochs.pop()
+        if self._open_epochs and self._last_log is not None:
+            last, last_step = self._last_log
+            self._last_log = (last + self.step_clock() - ended.start_of_steps, last_step)
+        else:
+            self._last_log = None
         self.epoch = self._open_epochs[-1].index if self._open_epochs else self.epoch
         return metrics, host_metrics
 
@@ -257,7 +267,7 @@ class Logger:
         return self.metric_postprocess_fn(host_metrics) if self.metric_postprocess_fn else host_metrics
 
     def _step_time(self, step: int) -> dict[str, float]:
-        last_log, self._last_log = self._last_log, (time.perf_counter(), step)
+        last_log, self._last_log = self._last_log, (self.step_clock(), step)
         if last_log is None or step <= last_log[1]:
             return {}
         return {"step_time": (self._last_log[0] - last_log[0]) / (step - last_log[1])}

@@ -21,6 +21,10 @@ SILENT_MODES = {"dataset", "model", "parallel"}
 MOST_RESULTS = 8
 MOST_LINES = 8
 BAR_WIDTH = 12
+PAUSES = ("checkpoint_time", "evaluation_time")
+"""Time between steps, which is no part of their throughput and of the time that is left."""
+SHORTEST_PAUSE = 0.1
+"""Seconds; shorter ones are not shown."""
 SEPARATOR = "  "
 
 
@@ -129,7 +133,8 @@ def _find(metrics: Mapping[str, Any], name: str) -> float | None:
 
 def _describe_training(metrics: Mapping[str, Any]) -> list[str]:
     values = {name: _find(metrics, name) for name in FORMATS}
-    return [FORMATS[name](value) for name, value in values.items() if value is not None]
+    pauses = {name for name in PAUSES if (values[name] or 0.0) < SHORTEST_PAUSE}
+    return [FORMATS[name](value) for name, value in values.items() if value is not None and name not in pauses]
 
 
 def _describe_results(metrics: Mapping[str, Any], references: str) -> list[str]:
@@ -170,5 +175,7 @@ FORMATS: dict[str, Callable[[int | float], str]] = {
     "tokens_per_second": lambda value: f"tokens/s {_short(value)}",
     "mfu": lambda value: f"MFU {_percent(value)}",
     "device_memory_gib": lambda value: f"memory {value:.1f} GiB",
+    "checkpoint_time": lambda value: f"checkpoint {value:.1f} s",
+    "evaluation_time": lambda value: f"evaluation {value:.1f} s",
 }
 """How the metrics that are known here are shown, in this order."""
