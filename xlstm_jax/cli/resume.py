@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from xlstm_jax.cli.screen import complain
-from xlstm_jax.cli.train import WRONG_SETTING, train_in
+from xlstm_jax.cli.train import WRONG_SETTING, begin_startup, train_in
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import change
 
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Go on, and return the exit code."""
     from xlstm_jax.recipes.run import read_settings
 
+    begin_startup(is_process=args.is_process)
     try:
         folder = find_run(args.run_folder, args.outputs)
         settings = change(read_settings(folder), args.overrides)

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the settings, then let Hydra start the run, or the runs."""
+    begin_startup(is_process=args.is_process)
     overrides: list[str] = args.overrides
     if args.cfg and args.multirun:
         complain("--cfg prints the settings of one run: leave out -m.")
@@ -52,6 +53,17 @@ def run(args: argparse.Namespace) -> int:
         # By itself, Hydra's part lacks what it refers to.
         return _print_settings(["--cfg", args.cfg, *(["--resolve"] * (args.cfg == "job")), *words])
     return _call_hydra(words, is_sweep=args.multirun)
+
+
+def begin_startup(*, is_process: bool) -> None:
+    """Begin to measure the startup: from the start of the process if the command is all that it does."""
+    from xlstm_jax.utils.startup import STARTUP, seconds_since_process_start
+
+    STARTUP.begin(seconds_since_process_start() if is_process else 0.0)
+    import xlstm_jax.cli.header
+    import xlstm_jax.recipes.preview  # noqa: F401 - what settings and header need is imported with all else
+
+    STARTUP.end("imports")
 
 
 def _check(overrides: Sequence[str], config_dir: Path | None, *, is_sweep: bool) -> None:
@@ -134,6 +146,10 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     """
     from xlstm_jax.cli.header import describe_end
     from xlstm_jax.trainer.base.signals import TrainingInterrupted
+    from xlstm_jax.utils.startup import STARTUP
+
+    if not STARTUP.is_running:  # the second run of a sweep, or a job
+        STARTUP.begin()
 
     set_memory_fraction()  # A job of a launcher does not come through `main`.
     # Libraries give the root logger handlers of theirs; what is said here has its own.
@@ -153,6 +169,8 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     except KeyboardInterrupt:
         show(f"Stopped before the first step. {_how_to_begin_again(folder)}")
         return 128 + signal.SIGINT
+    finally:
+        STARTUP.finish()
     show(describe_end(opened))
     return BAD_STEP if opened.trainer.status == "nan" else 0
 
@@ -161,11 +179,13 @@ def _train_if_it_fits(settings: dict[str, Any], folder: Path, notes: Mapping[str
     """Open a run and train it; return `None` if its step did not fit and another choice is left to try."""
     from xlstm_jax.cli.header import describe_start
     from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
+    from xlstm_jax.utils.startup import STARTUP
 
     opened = _open(settings, folder, notes)
     try:
         opened.compile()
         show(describe_start(opened))
+        STARTUP.end("header")
         opened.train()
     except StepDoesNotFitError as error:
         opened.close_without_room(error)

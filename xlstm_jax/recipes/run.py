@@ -35,6 +35,7 @@ from xlstm_jax.trainer.llm.trainer import LLMTrainer
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
+from xlstm_jax.utils.startup import STARTUP
 
 LOGGER = logging.getLogger(__name__)
 
@@ -115,8 +116,10 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
     """
     plain = resolved(settings)
     config = build_run(plain)
+    STARTUP.end("settings")
     mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
     enable_compilation_cache()
+    STARTUP.end("devices")
     folder = Path(from_first_process(lambda: str(folder)))
     with contextlib.ExitStack() as lock:
         lock.enter_context(locked(folder))
@@ -128,6 +131,7 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
         prepare_data(data)
         measures = _measure_validation(data)
         config = dataclasses.replace(config, data=data, trainer=_complete_trainer(config, data, folder, measures))
+        STARTUP.end("data")
         trainer = LLMTrainer(
             config.trainer,
             config.model,
@@ -135,8 +139,11 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
             LLMBatch.get_dtype_struct(config.batch_size, config.context_length),
             mesh=mesh,
         )
+        STARTUP.end("model")
         train_loader, val_loader = _open_loaders(data, trainer.mesh)
+        STARTUP.end("data")
         _load_state(trainer, config, train_loader)
+        STARTUP.end("checkpoint")
         write_settings(settings, folder, notes)
         return Run(config, folder, trainer, train_loader, val_loader, measures, performance, lock.pop_all())
 

@@ -35,6 +35,7 @@ from xlstm_jax.trainer.callbacks import Callback, CallbackConfig
 from xlstm_jax.trainer.logger import LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLogger
 from xlstm_jax.trainer.optimizer import OptimizerConfig
+from xlstm_jax.utils.startup import STARTUP
 
 EIGHT = {"dp": 2, "fsdp": 2, "tp": 2}
 
@@ -185,6 +186,18 @@ def test_every_row_of_a_run_has_the_documented_metrics(tmp_path):
     shares = [numbers[name] for name in numbers if name == "goodput" or name.startswith("lost_")]
     np.testing.assert_allclose(sum(shares), 1, rtol=1e-6)
     assert len(shares) == 6
+
+
+def test_a_start_that_is_measured_ends_with_the_first_step(tmp_path):
+    trainer = make_trainer(path=tmp_path)
+    STARTUP.begin()
+    trainer.compile_train_step()
+    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=2)
+    assert not STARTUP.is_running
+    (row,) = (tmp_path / "file_logs/metrics_startup.jsonl").read_text().splitlines()
+    assert {f"startup_{phase}" for phase in ("model", "trace", "lower", "compile", "first_step")} <= set(
+        json.loads(row)
+    )
 
 
 def test_a_run_is_described(tmp_path):

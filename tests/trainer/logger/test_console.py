@@ -79,6 +79,12 @@ def test_rows_without_a_pause_do_not_mention_it(capsys):
     assert lines_of(capsys) == ["step 5/1000 (0.5 %)  loss 1.000"]
 
 
+def test_the_phases_of_a_start_are_a_line(capsys):
+    metrics = {"startup_imports": 2.0, "startup_seconds": 2.0, "num_programs": 1, "compile_seconds": 1.0}
+    make().log_host_metrics(metrics, 1, mode="startup")
+    assert lines_of(capsys) == ["startup 2.0 s: imports 2.0 (1 programs compiled in 1.0 s, no compilation cache)"]
+
+
 def test_without_a_number_of_steps_there_is_no_end_in_sight(capsys):
     logger = make()
     logger.on_training_start()

@@ -44,6 +44,7 @@ from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig, build_gradient_transformations, build_optimizer
 from xlstm_jax.trainer.placement import compile_step, init_sharded, on_mesh, place_batch, shapes_on_mesh, zeros_on_mesh
+from xlstm_jax.utils.startup import STARTUP, describe_startup
 
 __all__ = ["TrainerConfig", "TrainerModule"]
 
@@ -321,8 +322,14 @@ class TrainerModule(Validation):
             metrics = self.init_train_metrics()
             batch = shapes_on_mesh(self.exmp_batch, self.mesh, self.batch_partition_specs)
             step: Any = self.train_step
+            STARTUP.end("model")
             with out_of_memory_is_reported(self.mesh.local_devices[0]), self.clock.measure("compile") as span:
-                compiled = step.lower(self.state, batch, metrics).compile()
+                traced = step.trace(self.state, batch, metrics)
+                STARTUP.end("trace")
+                lowered = traced.lower()
+                STARTUP.end("lower")
+                compiled = lowered.compile()
+            STARTUP.end("compile")
             LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
             self.compiled_memory = CompiledMemory.of(compiled, self.mesh.devices.flat[0].device_kind)
         return self.compiled_memory
@@ -368,7 +375,9 @@ class TrainerModule(Validation):
                     num_epochs, plan.num_train_steps, plan.steps_per_epoch, train_loader, val_loader, test_loader
                 )
                 self.on_training_start()
+                STARTUP.end("callbacks")
                 self.test_eval_function(val_loader)
+                STARTUP.end("validation")
                 for callback in self.callbacks:
                     callback.set_dataset(DataloaderModule(train_loader, val_loader, test_loader))
                 self._prepare_rollback(train_loader)
@@ -474,17 +483,25 @@ class TrainerModule(Validation):
         if self.train_metrics is None:
             self.train_metrics = self._first_train_metrics(batch)
         if self.first_step:
+            STARTUP.end("first batch")
             with out_of_memory_is_reported(self.mesh.local_devices[0]):
                 with self.clock.measure("compile") as span:
                     self.state, self.train_metrics = self.train_step(self.state, batch, self.train_metrics)
                 jax.block_until_ready(self.train_metrics)
             self.first_step = False
+            STARTUP.end("first step")
+            self._report_startup()
             if self.compiled_memory is None:
                 LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
             self.logger.restart_timer(self.global_step)
             return
         with jax.profiler.StepTraceAnnotation("train_step", step_num=self.global_step):
             self.state, self.train_metrics = self.train_step(self.state, batch, self.train_metrics)
+
+    def _report_startup(self) -> None:
+        if metrics := STARTUP.finish():
+            LOGGER.info("Until the end of the first step: %s.", describe_startup(metrics))
+            self.logger.log_host_metrics(metrics, self.global_step, mode="startup")
 
     def _first_train_metrics(self, batch: Batch) -> FrozenDict:
         """Return the metrics before the first step: those of a checkpoint, unless they were logged with its step."""

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerTool, LoggerToolsConfig
 from xlstm_jax.trainer.logger.values import only_numbers
+from xlstm_jax.utils.startup import describe_startup
 
 POSTFIXES = ("", "_mean", "_single")
 SILENT_MODES = {"dataset", "model", "parallel"}
@@ -76,6 +77,8 @@ class ConsoleLogger(LoggerTool):
             self._step_time = _find(metrics, "step_time") or self._step_time
             if parts := _describe_training(metrics):
                 self._show_progress(step, parts)
+        elif mode == "startup":
+            self._show_line(describe_startup(metrics))
         elif mode not in SILENT_MODES and (parts := _describe_results(metrics, self._references)):
             self._show_line(SEPARATOR.join([f"{mode} at step {step}", *parts]))
 

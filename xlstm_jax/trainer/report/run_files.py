@@ -17,7 +17,7 @@ import yaml
 from xlstm_jax.trainer.report.curves import Curve, finite_or_none, spread
 
 METRIC_FILES = "*/metrics_*.jsonl"
-FACT_MODES = ("dataset", "model", "parallel")
+FACT_MODES = ("dataset", "model", "parallel", "startup")
 """Modes whose rows say what a run is rather than how it does."""
 CONFIG_FILES = ("config.yaml", "file_logs/config.json", "file_logs/config.yaml")
 ENVIRONMENT_FILE, PARAMETERS_FILE = "environment.json", "parameters.json"
