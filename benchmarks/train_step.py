@@ -28,6 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from xlstm_jax.cli.gpu_memory import set_memory_fraction
 from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.dataset.synthetic_dataloading import draw_packed_batch
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
@@ -42,14 +43,6 @@ from xlstm_jax.trainer.llm.trainer import LLMTrainer, LLMTrainerConfig
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 from xlstm_jax.utils.kernel_times import kernel_table, kernel_times
-
-try:
-    from xlstm_jax.cli.gpu_memory import set_memory_fraction
-except ImportError:
-
-    def set_memory_fraction() -> None:
-        """Leave the memory fraction as it is."""
-
 
 VOCABULARY = {"vocab_size": 50304}
 MODELS: dict[str, dict[str, Any]] = {

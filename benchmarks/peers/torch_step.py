@@ -285,7 +285,7 @@ def measure(options: argparse.Namespace, config: Any, length: int, batch_size: i
         "step_ms": 1e3 * step_seconds,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0,
         "first_steps_seconds": first,
-        "loss": float(loss),
+        "loss": loss.item(),
     }
 
 

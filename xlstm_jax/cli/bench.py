@@ -29,6 +29,8 @@ CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else 
 """The folder of the sources; `None` where the package is installed from a wheel."""
 SCRIPTS = (CHECKOUT or PACKAGE) / "benchmarks"
 RESULTS = SCRIPTS / "results" if CHECKOUT else Path("benchmark-results")
+RESULTS_VARIABLE = "BENCHMARK_RESULTS"
+"""Tells a script where results go, for files beside its page or a page of its own: `<date>-<name>.md`."""
 
 DESCRIBE = """import json; from xlstm_jax.trainer.report.environment import describe_environment
 print(json.dumps(describe_environment()))"""
@@ -84,8 +86,12 @@ def run(args: argparse.Namespace) -> int:
 def _run_and_keep(name: str, script: Path, options: list[str], machine: dict[str, str], folder: Path) -> bool:
     """Run a benchmark, write its results, and return whether it succeeded."""
     show(f"== {name}")
-    outcome = _run_script(script, options)
-    file = write_dated(folder, name, _page(name, script, options, machine, outcome))
+    own, started = folder / f"{datetime.date.today().isoformat()}-{name}.md", time.time()
+    outcome = _run_script(script, options, folder)
+    if own.is_file() and own.stat().st_mtime >= started and not outcome.exit_code:  # The script has written its page.
+        file = own
+    else:
+        file = write_dated(folder, name, _page(name, script, options, machine, outcome))
     (complain if outcome.exit_code else show)(f"{name}: {_verdict(outcome)}; written to {as_typed(file.resolve())}")
     return outcome.exit_code == 0
 
@@ -107,12 +113,12 @@ def _listing(scripts: dict[str, Path]) -> Table:
     return table
 
 
-def _run_script(script: Path, options: list[str]) -> Outcome:
+def _run_script(script: Path, options: list[str], folder: Path) -> Outcome:
     """Run a script in a process of its own, and pass on what it prints as it comes."""
     output, errors, start = [], [], time.perf_counter()
     with subprocess.Popen(
         [sys.executable, str(script), *options],
-        env=_environment(),
+        env=_environment() | {RESULTS_VARIABLE: str(folder.resolve())},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,0 +1,545 @@
+"""Training throughput of the recipes on one GPU, as shipped, beside the bare step and PyTorch peers.
+
+    xlstm-jax bench gpu [-- --only xlstm_160m llama_160m] [--parts log step peer] [--time-limit 560]
+
+For each experiment of the table, in processes of their own:
+
+- `log`: `xlstm-jax train experiment=NAME batch_size=B data=synthetic`, as a user would type it. Tokens/s are the median
+  of the training log's rows after step 20, up to step 100; then the run is killed. All settings are those of the
+  recipe, its number of steps included, and what `performance: auto` chooses. Tokens are random, in packed documents.
+- `step`: the bare compiled step with the same model, optimizer, settings and kind of data (`train_step.py`).
+- `peer`: PyTorch at the same shape and on the same tokens (`peers/torch_step.py`), if torch is installed.
+
+What was measured today is kept in `<date>-gpu.json` and not measured again, so the table can be made in several calls;
+`--again` measures anew. The page `<date>-gpu.md` and the chart `<date>-gpu.svg` are written from that file.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.bar_chart import Bar, bar_chart
+
+from xlstm_jax.recipes.compose import compose
+from xlstm_jax.recipes.run_config import build_run
+from xlstm_jax.trainer.base.run_metrics import flops_per_token
+
+HERE = Path(__file__).parent
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", HERE / "results"))
+PARTS = ("log", "step", "peer")
+FIRST_STEP, LAST_STEP = 20, 100
+SECONDS = {"log": 400, "step": 300, "peer": 150}
+"""After how long a process of each part is killed."""
+Entry = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    experiment: str
+    batch: int
+    peer_batch: int
+    """The largest batch that is tried with the peer: twice as many rows do not fit into 140 GiB, if it is smaller."""
+    seconds: dict[str, int]
+    """How long each part is expected to take on an H200: with less time left, it is not started."""
+
+    @property
+    def name(self) -> str:
+        """The key of the row in the results."""
+        return f"{self.experiment} b{self.batch}"
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The peers of this experiment."""
+        return ("llama", "llama-documents") if self.experiment.startswith("llama") else ("xlstm",)
+
+
+ROWS = (
+    Row("xlstm_160m", 16, 16, {"log": 100, "step": 60, "peer": 60}),
+    Row("xlstm_400m", 16, 8, {"log": 180, "step": 90, "peer": 80}),
+    Row("xlstm_830m", 8, 8, {"log": 190, "step": 100, "peer": 80}),
+    Row("xlstm_1_4b", 8, 4, {"log": 250, "step": 130, "peer": 90}),
+    Row("llama_160m", 16, 16, {"log": 90, "step": 50, "peer": 70}),
+    Row("llama_1_4b", 8, 8, {"log": 220, "step": 110, "peer": 120}),
+)
+
+
+class TimeUpError(Exception):
+    """There is no time left for the measurement that was going on or would be next."""
+
+
+class Results:
+    """What was measured on a day, in a file that is written after each measurement.
+
+    Args:
+        folder: Where the file, the page and the chart are.
+        date: The day.
+    """
+
+    def __init__(self, folder: Path, date: str):
+        self.stem, self.date = folder / f"{date}-gpu", date
+        folder.mkdir(parents=True, exist_ok=True)
+        file = self.stem.with_suffix(".json")
+        self.values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    def get(self, row: Row, part: str) -> Entry:
+        """Return a measurement; nothing if there is none."""
+        return self.values.get("rows", {}).get(row.name, {}).get(part, {})
+
+    def put(self, row: Row, part: str, entry: Entry) -> None:
+        """Add a measurement."""
+        self.values.setdefault("machine", describe_machine())
+        self.values.setdefault("rows", {}).setdefault(row.name, {})[part] = entry
+        self._write(".json", json.dumps(self.values, indent=1) + "\n")
+
+    def write_page(self) -> str:
+        """Write the page and the chart, and return the page."""
+        page = render_page(self)
+        self._write(".md", page)
+        if chart := render_chart(self):
+            self._write(".svg", chart)
+        return page
+
+    def _write(self, suffix: str, text: str) -> None:
+        temporary = self.stem.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.stem.with_suffix(suffix))
+
+
+@dataclasses.dataclass
+class Process:
+    """How a process ended."""
+
+    output: str
+    exit_code: int
+    seconds: float
+
+    def raise_for_failure(self) -> None:
+        """Raise an error with the last line that tells why, if the process failed."""
+        if self.exit_code:
+            lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+            errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+            raise RuntimeError((errors or lines or [f"exit code {self.exit_code}"])[-1][:300])
+
+
+def run_process(
+    command: Sequence[str], environment: dict[str, str], limit: float, is_done: Callable[[], bool] = lambda: False
+) -> Process:
+    """Run a command until it ends or `is_done`, and end all that it has started."""
+    start = time.perf_counter()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        child = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        exit_code = None
+        try:
+            while exit_code is None:
+                if is_done():
+                    exit_code = 0
+                elif time.perf_counter() - start > limit:
+                    raise TimeUpError
+                else:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        exit_code = child.wait(0.1)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            output.seek(0)
+            text = output.read()
+    return Process(text, exit_code, time.perf_counter() - start)
+
+
+def measure_log(row: Row, folder: Path, limit: float, settings: Sequence[str]) -> Entry:
+    """Train as a user would, and read the log."""
+    words = [f"experiment={row.experiment}", f"batch_size={row.batch}", "data=synthetic", *settings]
+    command = [sys.executable, "-m", "xlstm_jax.cli.main", "train", *words, f"hydra.run.dir={folder}"]
+    log, started, seen = folder / "file_logs" / "metrics_train.jsonl", time.perf_counter(), {}
+
+    def is_done() -> bool:
+        if log.is_file():
+            rows = read_rows(log)
+            if rows and not seen:
+                seen["seconds"] = time.perf_counter() - started
+            return any(each["log_step"] >= LAST_STEP for each in rows)
+        return False
+
+    process = run_process(command, cache_in(folder) | {"COLUMNS": "300"}, limit, is_done)
+    process.raise_for_failure()
+    rows = [each for each in read_rows(log) if each["log_step"] <= LAST_STEP and "tokens_per_second" in each]
+    measured = [each for each in rows if each["log_step"] > FIRST_STEP]
+    if not measured:
+        raise RuntimeError(f"The run ended at step {rows[-1]['log_step'] if rows else 0}, before step {LAST_STEP}.")
+    header = read_header(process.output)
+    memory = re.search(r"([\d.]+)(?: of [\d.]+)? GiB", header.get("memory", ""))
+    chosen = folder / "performance.json"
+    return {
+        "command": shlex.join(["xlstm-jax", "train", *words]),
+        "tokens_per_second": median(measured, "tokens_per_second"),
+        "mfu": median(measured, "mfu"),
+        "mfu_6n": six_n_mfu(words, measured),
+        "steps": [measured[0]["log_step"], measured[-1]["log_step"]],
+        "step_times": [each["step_time"] for each in measured],
+        "data_wait_time": median(measured, "data_wait_time"),
+        "peak_gib": max(each["device_memory_gib"] for each in rows),
+        "header_gib": float(memory[1]) if memory else None,
+        # The first row stands for as many steps as it has, of which all but the first took its step time.
+        "first_step_seconds": seen["seconds"] - (rows[0]["log_step"] - 1) * rows[0]["step_time"],
+        "settings": header.get("performance", "-").partition(" (auto")[0],
+        "performance": json.loads(chosen.read_text(encoding="utf-8")) if chosen.is_file() else None,
+        "startup": "; ".join(value for name, value in header.items() if "start" in name),
+        "header": header,
+        "num_parameters": num_parameters(folder),
+    }
+
+
+def measure_step(row: Row, folder: Path, limit: float, settings: Sequence[str]) -> Entry:
+    """Time the bare step."""
+    words = ["--experiment", row.experiment, f"batch_size={row.batch}", *settings]
+    return run_script(HERE / "train_step.py", words, folder, limit)
+
+
+def measure_peer(row: Row, peer: str, folder: Path, limit: float, settings: Sequence[str], flags: list[str]) -> Entry:
+    """Time the step of a peer."""
+    words = ["--experiment", row.experiment, "--peer", peer, "--batch", str(row.peer_batch), *settings, *flags]
+    return run_script(HERE / "peers" / "torch_step.py", words, folder, limit)
+
+
+def run_script(script: Path, words: Sequence[str], folder: Path, limit: float) -> Entry:
+    """Run a benchmark that writes its figures as JSON."""
+    file = folder / "figures.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    process = run_process([sys.executable, str(script), *words, "--json", str(file)], cache_in(folder), limit)
+    process.raise_for_failure()
+    command = shlex.join(["python", f"benchmarks/{script.relative_to(HERE)}", *words])
+    return {"command": command, **json.loads(file.read_text(encoding="utf-8"))}
+
+
+def cache_in(folder: Path) -> dict[str, str]:
+    """Return the environment that keeps compiled programs of a row for its later parts, and from other rows."""
+    return {"XLSTM_JAX_CACHE_DIR": str(folder.parent / "cache"), "PYTHONUNBUFFERED": "1"}
+
+
+def read_rows(log: Path) -> list[Entry]:
+    """Return the rows of a training log; the last line may be incomplete."""
+    rows = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def read_header(output: str) -> dict[str, str]:
+    """Return what a run prints before it starts, by name."""
+    header: dict[str, str] = {}
+    for line in output.splitlines():
+        if match := re.fullmatch(r"│ (.{1,30}?)(?:  +(.*?))? *│", line):
+            name, value = match[1].strip(), (match[2] or "").strip()
+            if name and value:
+                header[name] = value
+            elif header:
+                last = next(reversed(header))
+                header[last] += f"\n{name or value}"
+    return header
+
+
+def median(rows: Sequence[Entry], name: str) -> float | None:
+    """Return the median of a column, if the log has it."""
+    values = [row[name] for row in rows if name in row]
+    return statistics.median(values) if values else None
+
+
+def num_parameters(folder: Path) -> int | None:
+    """Return the number of parameters that a run has logged."""
+    log = folder / "file_logs" / "metrics_model.jsonl"
+    return read_rows(log)[0].get("num_params") if log.is_file() else None
+
+
+def six_n_mfu(words: Sequence[str], rows: Sequence[Entry]) -> float | None:
+    """Return the utilisation by six FLOPs per parameter and token: that of the log, or converted from its MFU."""
+    logged, mfu = median(rows, "mfu_6n"), median(rows, "mfu")
+    if logged is not None or mfu is None:
+        return logged
+    from xlstm_jax.models.cost import model_cost
+
+    run = build_run(compose(words))
+    shape: Any = run.model.model_config
+    parameters = model_cost(shape, sequence_length=run.context_length).parameters
+    return mfu * 6 * parameters / flops_per_token(shape, run.context_length)
+
+
+def describe_machine() -> dict[str, str]:
+    """Describe what results depend on, without starting JAX on the GPU."""
+    gpu = "none"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        gpu = found.splitlines()[0] if found else "none"
+    packages = []
+    for name in ("jax", "torch", "triton", "xlstm", "mlstm-kernels"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages.append(f"{name} {importlib.metadata.version(name)}")
+    git = ["git", "-C", str(HERE), "rev-parse", "--short=12", "HEAD"]
+    commit = (
+        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
+    )
+    return {
+        "GPU, driver": gpu,
+        "Packages": ", ".join([*packages, f"Python {sys.version.partition(' ')[0]}"]),
+        **({"Commit": commit} if commit else {}),
+    }
+
+
+def measure_all(results: Results, options: argparse.Namespace) -> Iterator[str]:
+    """Measure what is missing, and yield a line for each measurement; stop when the time is up."""
+    deadline = time.monotonic() + options.time_limit
+    has_torch = importlib.util.find_spec("torch") is not None
+    if "peer" in options.parts and not has_torch:
+        yield "There is no torch: peers are left out."
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        for row, part, measure in measurements(options, Path(scratch)):
+            kind = part.partition(":")[0]
+            if kind not in options.parts or (kind == "peer" and not has_torch):
+                continue
+            if results.get(row, part) and not options.again:
+                continue
+            left = deadline - time.monotonic()
+            if left < row.seconds[kind]:
+                yield f"{row.name}, {part}: left out, for {left:.0f} s are too few. Run this again for the rest."
+                continue
+            start = time.perf_counter()
+            try:
+                entry = measure(min(left, SECONDS[kind]))
+            except TimeUpError:
+                if left < SECONDS[kind]:
+                    yield f"{row.name}, {part}: stopped after {left:.0f} s, the last. Run this again for the rest."
+                    return
+                entry = {"error": f"stopped after {SECONDS[kind]} s"}
+            except (RuntimeError, OSError, ValueError, KeyError) as error:
+                entry = {"error": f"{error}" if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"}
+            entry["date"], entry["seconds"] = results.date, round(time.perf_counter() - start, 1)
+            results.put(row, part, entry)
+            rates = [
+                f"{each['tokens_per_second']:,.0f} tokens/s"
+                for each in (entry, *entry.get("rows", []))
+                if "tokens_per_second" in each
+            ]
+            yield f"{row.name}, {part}: {', '.join(rates) or entry.get('error')}; {entry['seconds']:.0f} s"
+
+
+def measurements(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[Row, str, Callable[[float], Entry]]]:
+    """Yield every measurement with the function that takes it: what needs no peer comes first."""
+    rows = [row for row in ROWS if not options.only or row.experiment in options.only]
+    for row in rows:
+        folder = scratch / row.experiment
+        yield row, "log", lambda limit, row=row, folder=folder: measure_log(row, folder / "log", limit, options.set)
+        yield row, "step", lambda limit, row=row, folder=folder: measure_step(row, folder / "step", limit, options.set)
+        shutil.rmtree(folder, ignore_errors=True)
+    for row in rows:
+        for peer in row.peers:
+            folder = scratch / row.experiment / peer
+
+            def measure(limit: float, row: Row = row, peer: str = peer, folder: Path = folder) -> Entry:
+                return measure_peer(row, peer, folder, limit, options.set, options.peer_options)
+
+            yield row, f"peer:{peer}", measure
+
+
+def render_page(results: Results) -> str:
+    """Return the page of what was measured so far."""
+    machine = results.values.get("machine", {})
+    rows = [row for row in ROWS if row.name in results.values.get("rows", {})]
+    parts = [
+        f"# Training throughput on one GPU, {results.date}",
+        "Command: `xlstm-jax bench gpu`. "
+        f"Tokens/s are the median of the training log after step {FIRST_STEP}, up to step {LAST_STEP}, of runs as "
+        "shipped: nothing is set but the batch size and `data=synthetic`, which draws random tokens in packed "
+        "documents of about 1000 tokens. MFU takes the FLOPs that the trainer counts, 6N-MFU six FLOPs per parameter "
+        "and token. The ratio to the peer takes the fastest of them that does not separate documents.",
+        "\n".join(f"- {name}: {value}" for name, value in machine.items()),
+        table(COLUMNS, [cells(results, row) for row in rows]),
+    ]
+    if any(results.get(row, f"peer:{peer}") for row in rows for peer in row.peers):
+        peers = [peer_cells(row, results.get(row, f"peer:{peer}"), peer) for row in rows for peer in row.peers]
+        parts += ["## PyTorch peers", PEER_NOTES, table(PEER_COLUMNS, [line for line in peers if line])]
+    if startups := [
+        (row, results.get(row, "log")["startup"]) for row in rows if results.get(row, "log").get("startup")
+    ]:
+        parts += ["## Startup", "\n".join(f"- {row.name}: {text}" for row, text in startups)]
+    parts += ["## Commands", "\n".join(f"- {line}" for line in describe_commands(results, rows))]
+    missing = [f"{row.name} ({part})" for row in ROWS for part in ("log", "step") if not results.get(row, part)]
+    if missing:
+        parts.append(f"Not measured yet: {', '.join(missing)}.")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+COLUMNS = (
+    "experiment",
+    "batch",
+    "settings chosen",
+    "tokens/s (log)",
+    "bare step",
+    "log / bare",
+    "MFU",
+    "6N-MFU",
+    "header, GiB",
+    "peak, GiB",
+    "first step, s",
+    "peer, tokens/s",
+    "log / peer",
+)
+PEER_COLUMNS = (
+    "experiment",
+    "peer",
+    "batch",
+    "parameters",
+    "tokens/s",
+    "peak, GiB",
+    "first two steps, s",
+    "did not fit",
+)
+PEER_NOTES = (
+    "`xlstm`: `xLSTMLarge` of the package xlstm with mlstm-kernels (`xl_chunk`, chunks of 128), which does not "
+    "separate documents. `llama`: plain PyTorch, attention by cuDNN, documents not separated; `llama-documents`: "
+    "`flex_attention` within documents. All with `torch.compile`, autocast to bfloat16, parameters and fused AdamW in "
+    "float32, clipping. Shapes are those of the recipes."
+)
+
+
+def cells(results: Results, row: Row) -> list[str]:
+    """Return the cells of a row of the table."""
+    log, step = results.get(row, "log"), results.get(row, "step")
+    bare = step["rows"][0]["tokens_per_second"] if "rows" in step else None
+    rate, peer = log.get("tokens_per_second"), best_peer(results, row)
+    if "error" in log:
+        log = log | {"settings": f"error: {log['error']}"}
+    bare_text = f"error: {step['error']}" if "error" in step else number(bare, ",.0f")
+    return [
+        row.experiment,
+        str(row.batch),
+        log.get("settings", "-"),
+        number(rate, ",.0f"),
+        bare_text,
+        ratio(rate, bare, ".3f"),
+        number(log.get("mfu"), ".3f"),
+        number(log.get("mfu_6n"), ".3f"),
+        number(log.get("header_gib"), ".1f"),
+        number(log.get("peak_gib"), ".1f"),
+        number(log.get("first_step_seconds"), ".0f"),
+        number(peer, ",.0f"),
+        ratio(rate, peer, ".2f"),
+    ]
+
+
+def peer_cells(row: Row, entry: Entry, peer: str) -> list[str]:
+    """Return the cells of a peer; none if it was not measured."""
+    if not entry:
+        return []
+    if "error" in entry:
+        return [row.experiment, peer, "-", "-", f"error: {entry['error']}", "-", "-", "-"]
+    return [
+        row.experiment,
+        peer,
+        str(entry["batch"]),
+        f"{entry['parameters']:,}",
+        number(entry["tokens_per_second"], ",.0f"),
+        number(entry["peak_gib"], ".1f"),
+        number(entry["first_steps_seconds"], ".0f"),
+        ", ".join(f"batch {size}" for size in entry["out_of_memory"]) or "-",
+    ]
+
+
+def best_peer(results: Results, row: Row) -> float | None:
+    """Return the tokens/s of the fastest peer that does not separate documents."""
+    names = [peer for peer in row.peers if not peer.endswith("-documents")]
+    rates = [results.get(row, f"peer:{peer}").get("tokens_per_second", 0) for peer in names]
+    return max(rates) or None
+
+
+def describe_commands(results: Results, rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what was run for each row."""
+    for row in rows:
+        for part, entry in results.values["rows"][row.name].items():
+            if "command" in entry:
+                end = f"; killed after step {LAST_STEP}" if part == "log" else ""
+                yield f"{row.name}, {part}: `{entry['command']}`{end}"
+
+
+def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
+
+
+def number(value: float | None, form: str) -> str:
+    """Return a number as text, or a dash."""
+    return "-" if value is None else format(value, form)
+
+
+def ratio(value: float | None, base: float | None, form: str) -> str:
+    """Return a ratio as text, or a dash."""
+    return "-" if not value or not base else format(value / base, form)
+
+
+def render_chart(results: Results) -> str | None:
+    """Draw the throughput of each experiment and its peer, if anything was measured."""
+    groups = {}
+    for row in ROWS:
+        rate, peer = results.get(row, "log").get("tokens_per_second"), best_peer(results, row)
+        bars = [Bar("xlstm_jax", rate, f"{rate:,.0f}")] if rate else []
+        bars += [Bar("PyTorch peer", peer, f"{peer:,.0f}")] if rate and peer else []
+        if bars:
+            groups[f"{row.experiment}, b{row.batch}"] = bars
+    gpu = results.values.get("machine", {}).get("GPU, driver", "one GPU").partition(",")[0]
+    return bar_chart(f"Training, tokens/s on one {gpu}; each experiment has its own scale", groups) if groups else None
+
+
+def main() -> None:
+    """Measure what is missing, and print the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[row.experiment for row in ROWS], help="experiments to measure")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure of them")
+    parser.add_argument(
+        "--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="stop after this long"
+    )
+    parser.add_argument("--again", action="store_true", help="also measure what was measured today")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where results are written")
+    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="the day of the results")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings, to try the script out")
+    parser.add_argument("--peer-options", type=shlex.split, default=[], metavar="'...'", help="more options of peers")
+    parser.add_argument("--any-device", action="store_true", help="run without a GPU too, to try the script out")
+    options = parser.parse_args()
+    results = Results(options.output, options.date)
+    if not (options.any_device or shutil.which("nvidia-smi")) and not results.values:
+        parser.exit(1, "There is no NVIDIA GPU here: run this on one, or add --any-device to try it out.\n")
+    for line in measure_all(results, options):
+        print(line, file=sys.stderr, flush=True)
+        results.write_page()
+    print(results.write_page())
+
+
+if __name__ == "__main__":
+    main()
