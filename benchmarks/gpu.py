@@ -37,6 +37,7 @@ from typing import Any
 
 from support.bar_chart import Bar, bar_chart
 
+from xlstm_jax.cli.gpu_memory import list_gpus
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_config import build_run
 from xlstm_jax.trainer.base.run_metrics import flops_per_token
@@ -96,7 +97,6 @@ class Results:
 
     def __init__(self, folder: Path, date: str):
         self.stem, self.date = folder / f"{date}-gpu", date
-        folder.mkdir(parents=True, exist_ok=True)
         file = self.stem.with_suffix(".json")
         self.values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
@@ -119,6 +119,7 @@ class Results:
         return page
 
     def _write(self, suffix: str, text: str) -> None:
+        self.stem.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.stem.with_suffix(".tmp")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.stem.with_suffix(suffix))
@@ -293,11 +294,11 @@ def six_n_mfu(words: Sequence[str], rows: Sequence[Entry]) -> float | None:
 
 def describe_machine() -> dict[str, str]:
     """Describe what results depend on, without starting JAX on the GPU."""
-    gpu = "none"
+    gpu = next((found.name for found in list_gpus()), "none")
     if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-        gpu = found.splitlines()[0] if found else "none"
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+        gpu += f", driver {found[0]}" if found else ""
     packages = []
     for name in ("jax", "torch", "triton", "xlstm", "mlstm-kernels"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -307,7 +308,7 @@ def describe_machine() -> dict[str, str]:
         subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
     )
     return {
-        "GPU, driver": gpu,
+        "GPU": gpu,
         "Packages": ", ".join([*packages, f"Python {sys.version.partition(' ')[0]}"]),
         **({"Commit": commit} if commit else {}),
     }
@@ -513,7 +514,7 @@ def render_chart(results: Results) -> str | None:
         bars += [Bar("PyTorch peer", peer, f"{peer:,.0f}")] if rate and peer else []
         if bars:
             groups[f"{row.experiment}, b{row.batch}"] = bars
-    gpu = results.values.get("machine", {}).get("GPU, driver", "one GPU").partition(",")[0]
+    gpu = results.values.get("machine", {}).get("GPU", "GPU").partition(",")[0]
     return bar_chart(f"Training, tokens/s on one {gpu}; each experiment has its own scale", groups) if groups else None
 
 
@@ -533,7 +534,7 @@ def main() -> None:
     parser.add_argument("--any-device", action="store_true", help="run without a GPU too, to try the script out")
     options = parser.parse_args()
     results = Results(options.output, options.date)
-    if not (options.any_device or shutil.which("nvidia-smi")) and not results.values:
+    if not (options.any_device or list_gpus()) and not results.values:
         parser.exit(1, "There is no NVIDIA GPU here: run this on one, or add --any-device to try it out.\n")
     for line in measure_all(results, options):
         print(line, file=sys.stderr, flush=True)

@@ -32,6 +32,12 @@ FAILING = '''"""It fails."""
 print("so far, so good")
 raise SystemExit("no luck")
 '''
+OWN_PAGE = '''"""It writes its page."""
+import datetime, os, pathlib
+folder = pathlib.Path(os.environ["BENCHMARK_RESULTS"])
+folder.mkdir(exist_ok=True)
+(folder / f"{datetime.date.today().isoformat()}-own_page.md").write_text("its own")
+'''
 ENDLESS = '''"""It never ends."""
 import subprocess, sys, time
 inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -45,7 +51,8 @@ def folder(tmp_path, monkeypatch):
     """A folder for results, beside the scripts of these tests."""
     scripts = tmp_path / "scripts"
     scripts.mkdir()
-    for name, text in {"table": TABLE, "plain": PLAIN, "failing": FAILING, "endless": ENDLESS}.items():
+    texts = {"table": TABLE, "plain": PLAIN, "failing": FAILING, "own_page": OWN_PAGE, "endless": ENDLESS}
+    for name, text in texts.items():
         (scripts / f"{name}.py").write_text(text)
     monkeypatch.setattr(bench, "SCRIPTS", scripts)
     machine = {"Versions": "jax 1", "Devices": "8 × cpu"}
@@ -63,6 +70,7 @@ def test_benchmarks_are_listed_with_their_first_line(arguments, folder, capsys):
     assert [line.split(maxsplit=1) for line in map(str.rstrip, capsys.readouterr().out.splitlines())] == [
         ["endless", "It never ends."],
         ["failing", "It fails."],
+        ["own_page", "It writes its page."],
         ["plain", "Words alone."],
         ["table", "A table."],
     ]
@@ -93,6 +101,13 @@ def test_output_without_markdown_becomes_a_block_of_code(folder):
     assert run(folder, "plain") == 0
     (file,) = folder.iterdir()
     assert file.read_text().endswith("\n\n```\nthree ``` ticks, no table\n```\n")
+
+
+def test_a_script_may_write_its_page_itself(folder, capsys):
+    assert [run(folder, "own_page") for _ in range(2)] == [0, 0]
+    (file,) = folder.iterdir()
+    assert file.read_text() == "its own"
+    assert f"written to {file}" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_a_second_file_of_a_day_gets_a_number(folder):
