@@ -11,9 +11,10 @@ is what XLA reserves for temporaries. The errors are relative to the recurrence 
 some forms leave out gradients, as docs/explanation/mlstm-gradients.md says.
 
 Runs: a few steps of a trainer with its logging, in a process of its own, from its start to the end of the first step
-and the median of the later ones. Beside them stand the figures of the older package on a machine with two cores. That
-machine is not this one, so the rate of matrix products in this run is given too: at a rate `r` times as high as there,
-times would be `r` times as short.
+and the median of the later ones, on random tokens, a document to a row. The shapes are those of the older package's
+figures beside them, which are from a machine with two cores; no recipe has them. That machine is not this one, so the
+rate of matrix products in this run is given too: at a rate `r` times as high as there, times would be `r` times as
+short.
 """
 
 import argparse
@@ -139,6 +140,7 @@ NUM_STEPS = 12
 def train_small(name: str, started: float) -> None:
     """Train for a few steps, and print the seconds since the start and those of a step as JSON."""
     from xlstm_jax.dataset.batch import LLMBatch
+    from xlstm_jax.dataset.synthetic_dataloading import draw_packed_batch
     from xlstm_jax.distributed.mesh_utils import ParallelConfig
     from xlstm_jax.models.configs import ModelConfig
     from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
@@ -171,9 +173,8 @@ def train_small(name: str, started: float) -> None:
             OptimizerConfig(name="adamw"),
             LLMBatch.get_dtype_struct(rows, length),
         )
-        batch = jax.device_put(
-            LLMBatch.get_sample(rows, length), jax.NamedSharding(trainer.mesh, trainer.batch_partition_specs)
-        )
+        tokens = draw_packed_batch(0, batch_size=rows, length=length, vocab_size=1024, mean_document_length=None)
+        batch = jax.device_put(tokens, jax.NamedSharding(trainer.mesh, trainer.batch_partition_specs))
         trainer.train_model([batch] * NUM_STEPS, num_epochs=1)
         num_params = trainer.get_num_params()
     steps = np.diff(ends)
@@ -182,7 +183,7 @@ def train_small(name: str, started: float) -> None:
 
 def matmul_rate() -> float:
     """Return the GFLOPs a second of a float32 matrix product, the best of a few."""
-    x = jnp.ones((1024, 1024))
+    x = jax.random.normal(jax.random.key(0), (1024, 1024))
     product = jax.jit(jnp.matmul)
     times = []
     for _ in range(20):

@@ -1,8 +1,9 @@
 """How fast data becomes batches, and what a training step waits for it.
 
-    python benchmarks/data.py [--seconds 5] [--output FILE]
+    python benchmarks/data.py [--seconds 5] [--rows 16 --length 8192] [--output FILE]
 
-The corpus is the standard library with a byte-level BPE of 4096 tokens, in rows of 512. Measured in one run:
+The corpus is the standard library with a byte-level BPE of 4096 tokens, in batches of 8 rows of 512 tokens unless
+options say otherwise; `--rows 16 --length 8192` is the shape of the larger recipes. Measured in one run:
 
 - tokenised shards to packed `LLMBatch` arrays on the device, with `stream` and `first_fit`, and grain's own packings
   of the same shards to arrays on the host;
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import grain
 import jax
@@ -38,23 +40,35 @@ from xlstm_jax.dataset.standard_library import load_standard_library
 from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.token_shards import TokenShards
 
-LENGTH, ROWS, VOCAB_SIZE, ROUNDS = 512, 8, 4096, 5
+VOCAB_SIZE, ROUNDS = 4096, 5
 STEP_SECONDS = 0.05
-WARM_UP = 400
-"""Batches before the clock starts: few documents are read at a time at first, as their length is not known."""
+WARM_UP = 1_600_000
+"""Tokens before the clock starts: few documents are read at a time at first, as their length is not known."""
 
 
-def describe(config_class: type[TextDataConfig], packing: str, **options) -> TextDataConfig:
+class Size(NamedTuple):
+    """The shape of a batch."""
+
+    rows: int
+    length: int
+
+
+def describe(size: Size, config_class: type[TextDataConfig], packing: str, **options) -> TextDataConfig:
     """Return the config of endless shuffled batches."""
     return config_class(
-        global_batch_size=ROWS,
-        max_target_length=LENGTH,
+        global_batch_size=size.rows,
+        max_target_length=size.length,
         packing=packing,
         shuffle_data=True,
         drop_remainder=True,
         worker_buffer_size=2,
         **options,
     )
+
+
+def num_warm_up_batches(size: Size) -> int:
+    """Return how many batches come before the clock starts."""
+    return -(-WARM_UP // (size.rows * size.length))
 
 
 def endless(iterator) -> Iterator:
@@ -67,7 +81,7 @@ def rate_of_batches(config: TextDataConfig, seconds: float, mesh: Mesh, on_devic
     """Return the million targets that arrive on the device, or on the host, in a second; padding does not count."""
     iterator = create_data_iterator(config, mesh)
     batches = endless(iterator if on_device else iterator.dataloader)
-    for _ in range(WARM_UP):
+    for _ in range(num_warm_up_batches(Size(config.global_batch_size, config.max_target_length or 1))):
         next(batches)
     num_targets, begin = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - begin) < seconds:
@@ -77,7 +91,7 @@ def rate_of_batches(config: TextDataConfig, seconds: float, mesh: Mesh, on_devic
     return num_targets / elapsed / 1e6
 
 
-def rate_of_grain(folder: Path, packing: str, seconds: float) -> float:
+def rate_of_grain(size: Size, folder: Path, packing: str, seconds: float) -> float:
     """Return the same for grain's own packing of the same records, to batches on the host."""
     shards = TokenShards(folder / "train")
 
@@ -94,15 +108,17 @@ def rate_of_grain(folder: Path, packing: str, seconds: float) -> float:
         class Cut(grain.experimental.FlatMapTransform):
             def flat_map(self, element):
                 tokens = element["tokens"]
-                return [{"tokens": tokens[start : start + LENGTH]} for start in range(0, len(tokens), LENGTH)]
+                starts = range(0, len(tokens), size.length)
+                return [{"tokens": tokens[start : start + size.length]} for start in starts]
 
         rows = grain.experimental.FirstFitPackIterDataset(
-            documents.apply(Cut()), length_struct={"tokens": LENGTH}, num_packing_bins=ROWS
+            documents.apply(Cut()), length_struct={"tokens": size.length}, num_packing_bins=size.rows
         )
     else:
-        rows = grain.experimental.ConcatThenSplitIterDataset(documents, length_struct={"tokens": LENGTH})
-    batches = iter(rows.batch(ROWS))
-    next(batches)
+        rows = grain.experimental.ConcatThenSplitIterDataset(documents, length_struct={"tokens": size.length})
+    batches = iter(rows.batch(size.rows))
+    for _ in range(num_warm_up_batches(size)):
+        next(batches)
     num_targets, begin = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - begin) < seconds:
         num_targets += int(np.count_nonzero(next(batches)["tokens_segment_ids"]))
@@ -145,7 +161,7 @@ def in_turns(measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]
     return found
 
 
-def measure(folder: Path, seconds: float) -> Iterator[str]:
+def measure(size: Size, folder: Path, seconds: float) -> Iterator[str]:
     """Yield the lines of the report."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("dp",))
     prepare("stdlib", folder, train_vocab_size=VOCAB_SIZE)
@@ -155,11 +171,11 @@ def measure(folder: Path, seconds: float) -> Iterator[str]:
     yield "| tokenised shards, million tokens/s | xlstm_jax, on the device | grain's own, on the host |"
     yield "|---|---|---|"
     for packing in ("stream", "first_fit"):
-        config = describe(GrainArrayRecordsDataConfig, packing, **shards)
+        config = describe(size, GrainArrayRecordsDataConfig, packing, **shards)
         found = in_turns(
             {
                 "ours": lambda config=config: rate_of_batches(config, seconds, mesh),
-                "grain": lambda packing=packing: rate_of_grain(folder, packing, seconds),
+                "grain": lambda packing=packing: rate_of_grain(size, folder, packing, seconds),
             }
         )
         yield f"| {packing} | {spread(found['ours'])} | {spread(found['grain'])} |"
@@ -168,7 +184,7 @@ def measure(folder: Path, seconds: float) -> Iterator[str]:
     encoder = TextEncoder(tokenizer)
     measures = {"encoding alone": lambda: rate_of_encoding(encoder, texts, seconds)}
     for num_workers in (0, 2):
-        config = describe(StandardLibraryDataConfig, "stream", tokenizer_path=tokenizer, worker_count=num_workers)
+        config = describe(size, StandardLibraryDataConfig, "stream", tokenizer_path=tokenizer, worker_count=num_workers)
         for place, on_device in (("host", False), ("device", True)):
             measures[f"batches on the {place}, {num_workers} workers"] = functools.partial(
                 rate_of_batches, config, seconds, mesh, on_device
@@ -185,10 +201,10 @@ def measure(folder: Path, seconds: float) -> Iterator[str]:
     yield "| wait for a batch beside steps of 50 ms | median ms (smallest to largest) |"
     yield "|---|---|"
     configs = {
-        "tokenised shards, stream": describe(GrainArrayRecordsDataConfig, "stream", **shards),
-        "tokenised shards, first_fit": describe(GrainArrayRecordsDataConfig, "first_fit", **shards),
+        "tokenised shards, stream": describe(size, GrainArrayRecordsDataConfig, "stream", **shards),
+        "tokenised shards, first_fit": describe(size, GrainArrayRecordsDataConfig, "first_fit", **shards),
         "raw text, stream, no workers": describe(
-            StandardLibraryDataConfig, "stream", tokenizer_path=tokenizer, worker_count=0
+            size, StandardLibraryDataConfig, "stream", tokenizer_path=tokenizer, worker_count=0
         ),
     }
     for name, config in configs.items():
@@ -199,14 +215,17 @@ def main() -> None:
     """Print the report, and write it to a file if asked to."""
     parser = argparse.ArgumentParser(description="Measure the data pipeline.")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each measurement takes")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a batch")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--output", type=Path, help="a file for the table")
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    header = f"{platform.python_version()}, jax {jax.__version__}, grain {grain.__version__}, {os.cpu_count()} cores"
+    versions = f"{platform.python_version()}, jax {jax.__version__}, grain {grain.__version__}"
+    header = f"{versions}, {os.cpu_count()} cores, batches of {options.rows} × {options.length} tokens"
     print(header, end="\n\n")
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        for line in measure(Path(folder), options.seconds):
+        for line in measure(Size(options.rows, options.length), Path(folder), options.seconds):
             print(line, flush=True)
             lines.append(line)
     if options.output is not None:

@@ -170,7 +170,7 @@ def measure(variant: str, options: argparse.Namespace) -> None:
     for batch_size in options.batch:
         state = jax.eval_shape(lambda size=batch_size: model.apply({}, size, method="init_state"))
         function = functools.partial(write, variant, model, options.tokens)
-        arguments = params, jnp.ones((batch_size, 1), jnp.int32)
+        arguments = params, jax.random.randint(jax.random.key(2), (batch_size, 1), 0, config.vocab_size)
         seconds, compilation, program = timed(function, *arguments, calls=options.calls)
         milliseconds = 1e3 * seconds / options.tokens
         floor = 1e3 * (weights + 2 * num_bytes(state)) / COPY_RATE

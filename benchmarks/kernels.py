@@ -2,12 +2,17 @@
 
     pip install mlstm-kernels==2.0.6        # for the peer, beside torch with CUDA and triton
     python benchmarks/kernels.py [--shapes 2] [--length 512] [--peers mlstm-kernels attention] [--chunk-sizes 256]
+    python benchmarks/kernels.py --recipes --documents          # as the recipes call the cell in training
     python benchmarks/kernels.py --shapes 0 --heads 4 --head-dims 96 192 --chunk-sizes 64 256
 
 All take turns in one run, on the same shapes, in bfloat16. A time is the median over groups of calls one after the
 other, on the host's clock; a group is so long that the launch of its first call hardly counts. `forward+backward`
 computes the gradients of all five inputs. With `--calls 100`, our forms are called so often within one program, each
 time on inputs that the last results changed a little: what a small problem takes when no Python is in between.
+
+The first five shapes are those that peers were measured at; only the first is that of a recipe (7B). `--recipes` takes
+the shapes of the recipes at the batches of the throughput table, `--documents` resets the memory where packed documents
+of about 1000 tokens begin, as training does. Peers have no such resets.
 
 The floor is what a GPU needs at least: each input read and each output written once at 4.3 TB/s, or the products of the
 chunkwise form (64 positions a chunk) at 790 TFLOP/s, whichever takes longer.
@@ -24,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xlstm_jax.dataset.synthetic_dataloading import draw_packed_batch
 from xlstm_jax.kernels.mlstm import mlstm
 from xlstm_jax.kernels.mlstm.api import Backend, mosaic_problem
 from xlstm_jax.utils.kernel_times import kernel_table, kernel_times
@@ -67,6 +73,11 @@ class Shape:
         ]
         return [*drawn[:3], drawn[3] + GATE_MEANS[0], drawn[4] + GATE_MEANS[1], drawn[5]]
 
+    def document_borders(self) -> Any:
+        """Draw where packed documents begin."""
+        batch = draw_packed_batch(0, batch_size=self.batch_size, length=self.length, vocab_size=2)
+        return batch.get_document_borders()
+
 
 SHAPES = [
     Shape(8, 8, 8192, 256, 512),
@@ -74,6 +85,13 @@ SHAPES = [
     Shape(8, 32, 8192, 64, 128),
     Shape(1, 8, 65536, 256, 512),
     Shape(8, 4, 8192, 256, 512),
+]
+RECIPES = [
+    Shape(16, 6, 8192, 64, 128),  # xlstm_160m
+    Shape(16, 4, 8192, 128, 256),  # xlstm_400m
+    Shape(8, 6, 8192, 128, 256),  # xlstm_830m
+    Shape(8, 8, 8192, 128, 256),  # xlstm_1_4b
+    Shape(8, 8, 8192, 256, 512),  # xlstm_7b
 ]
 GROUPS, SECONDS_OF_GROUP = 9, 0.05
 Timed = dict[str, tuple[float, ...]]
@@ -96,14 +114,21 @@ def seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
 
 
 def time_ours(
-    shape: Shape, backend: Backend, *, chunk_size: int = 256, calls: int = 1, shows_kernels: bool = False
+    shape: Shape,
+    backend: Backend,
+    *,
+    chunk_size: int = 256,
+    calls: int = 1,
+    shows_kernels: bool = False,
+    has_documents: bool = False,
 ) -> tuple[float, ...]:
     """Time one of our forms, forward and with its backward pass."""
+    resets = jnp.asarray(shape.document_borders()) if has_documents else None
     *inputs, dhidden = shape.inputs()
     wait = jax.block_until_ready
 
     def forward(*inputs: jax.Array) -> Any:
-        return mlstm(*inputs, backend=backend, chunk_size=chunk_size)
+        return mlstm(*inputs, backend=backend, chunk_size=chunk_size, resets=resets)
 
     def both(dhidden: jax.Array, *inputs: jax.Array) -> Any:
         hidden, backward = jax.vjp(forward, *inputs)
@@ -179,9 +204,13 @@ def time_shape(shape: Shape, arguments: argparse.Namespace) -> Timed:
     if problem := mosaic_problem(jnp.bfloat16, shape.qk_dim, shape.v_dim):
         print(f"Our kernels do not run: {problem}.")
     else:
-        timed["ours"] = time_ours(shape, "mosaic", calls=calls, shows_kernels=arguments.kernels)
+        timed["ours"] = time_ours(
+            shape, "mosaic", calls=calls, shows_kernels=arguments.kernels, has_documents=arguments.documents
+        )
     for chunk_size in arguments.chunk_sizes:
-        timed[f"plain XLA, chunks of {chunk_size}"] = time_ours(shape, "chunkwise", chunk_size=chunk_size, calls=calls)
+        timed[f"plain XLA, chunks of {chunk_size}"] = time_ours(
+            shape, "chunkwise", chunk_size=chunk_size, calls=calls, has_documents=arguments.documents
+        )
     if "mlstm-kernels" in peers:
         for kernel in ("xl_chunk", "xl_chunk_siging"):
             timed[f"mlstm-kernels {kernel}, chunks of 128"] = time_peer(shape, kernel)
@@ -194,6 +223,8 @@ def main() -> None:
     """Print a table of each shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which, counted from zero")
+    parser.add_argument("--recipes", action="store_true", help="the shapes of recipes")
+    parser.add_argument("--documents", action="store_true", help="reset the memory where packed documents begin")
     parser.add_argument("--peers", nargs="*", default=[], choices=["mlstm-kernels", "attention"])
     parser.add_argument("--chunk-sizes", type=int, nargs="*", default=[], help="chunks of plain XLA")
     parser.add_argument("--kernels", action="store_true", help="what our forward and backward pass spends its time on")
@@ -207,7 +238,8 @@ def main() -> None:
     for index in arguments.shapes:
         changes = {"batch_size": arguments.batch, "length": arguments.length, "num_heads": arguments.heads}
         changes |= dict(zip(("qk_dim", "v_dim"), arguments.head_dims, strict=True))
-        shape = dataclasses.replace(SHAPES[index], **{name: x for name, x in changes.items() if x is not None})
+        shapes = RECIPES if arguments.recipes else SHAPES
+        shape = dataclasses.replace(shapes[index], **{name: x for name, x in changes.items() if x is not None})
         floors = [shape.floor(backward=backward) for backward in (False, True)]
         print(f"{shape}, floor {1e3 * floors[0]:.2f} / {1e3 * floors[1]:.2f} ms\n")
         timed = time_shape(shape, arguments)
