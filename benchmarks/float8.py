@@ -1,6 +1,6 @@
 """What projections in float8 do to a model that learns: the same run in bfloat16, and in float8, beside it.
 
-    python benchmarks/float8.py [--model 162m] [--batch 16] [--context 2048] [--steps 1000] [--rows 20]
+    python benchmarks/float8.py [--model 160m] [--batch 16] [--context 2048] [--steps 1000] [--rows 20]
 
 Both begin with the same parameters and see the same batches, drawn from the bytes of Python's standard library. A row
 has the mean loss of the steps since the last, in bits per byte; the last one that of bytes which no step has seen. The
