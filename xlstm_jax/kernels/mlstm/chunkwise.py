@@ -7,8 +7,8 @@ Backward    the memories again (cheaper than keeping them), their gradients from
             of `n` is `dh / d`, that of `d` is `-(dh . h) / d` where `|d|` is above its floor, and zero below.
 Gates       `log_input[s]` only scales what `k[s]` writes, so its gradient is `k[s] . dk[s]`. `log_forget[t]` scales all
             that flows from before `t` to `t` and after: what queries from `t` on read, less what keys from `t` on
-            wrote, plus what leaves the chunk. What a query reads is `q . dq = h . dh + d dd`. Summed within a chunk,
-            nothing large cancels.
+            wrote, plus what leaves the chunk. What a query reads is `q . dq`. It also has the closed form
+            `h . dh + d dd`, but `dq` and `dk` round the same pairs of positions, and these errors cancel in the sum.
 Layout      chunks first, then batch and heads: `[n b h l ...]`.
 Numerics    gates, sums and memories in float32 (float64 for such inputs); operands of products in the dtype of `v`.
 """
@@ -92,7 +92,7 @@ def _backward(chunk_size, eps, residuals, cotangents):
     dq = dq + ddenominator[..., None] * normalizers[..., None, :]
     dq = _dot("nbhlm,nbhmk->nbhlk", dscores, k_, dtype) + from_state * dq
 
-    read, written = aligned + denominator * ddenominator, jnp.sum(k_.astype(dtype) * dk, axis=-1)
+    read, written = (jnp.sum(x.astype(dtype) * dx, axis=-1) for x, dx in ((q_, dq), (k_, dk)))
     leaving = jnp.sum(_shifted(memories, last.memory) * dmemories, axis=(-2, -1))
     leaving = leaving + jnp.sum(_shifted(normalizers, last.normalizer) * dnormalizers, axis=-1)
     dlog_forget = _flow(read - written, leaving, gates)
