@@ -1,4 +1,4 @@
-"""Eight simulated devices, checked shapes, and one compilation cache for the whole run."""
+"""Eight simulated devices or one GPU, checked shapes, and one compilation cache for the whole run."""
 
 import atexit
 import gc
@@ -7,7 +7,9 @@ import logging
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
+has_platforms = "JAX_PLATFORMS" in os.environ
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of a run goes into compiling programs that then run for milliseconds. Flags from outside come later, and count.
 QUICK = ["--xla_backend_optimization_level=0"]
@@ -36,6 +38,43 @@ install_import_hook("xlstm_jax", "annotations.checked")
 import jax
 import jaxtyping
 import pytest
+
+GPU_WORKERS = 6
+"""Processes of `pytest -m gpu` that share the GPU, unless `-n` is given: most of the time they compile on the CPU."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Start several workers where `pytest -m gpu` has a GPU."""
+    can_distribute = getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly
+    if config.option.markexpr == "gpu" and can_distribute and any(Path("/dev").glob("nvidia[0-9]*")):
+        config.option.numprocesses = GPU_WORKERS
+
+
+def pytest_configure(config):
+    """Let `pytest -m gpu` use the GPU, with an equal share of its memory for each worker; JAX has not started yet."""
+    if config.option.markexpr != "gpu":
+        return
+    if not has_platforms:  # Workers inherit the choice.
+        os.environ["JAX_PLATFORMS"] = ""
+        jax.config.update("jax_platforms", None)
+    # Kernels run beside code as users have it.
+    os.environ["XLA_FLAGS"] = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if flag not in QUICK)
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if num_workers > 1:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / num_workers:.3f}")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip the tests that need a GPU where there is none, and say why."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        from xlstm_jax.kernels.hopper import hopper_problem
+
+        if problem := hopper_problem():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {problem}"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
 from xlstm_jax.kernels.log import say_once
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
-needs_hopper = pytest.mark.skipif(hopper_problem() is not None, reason="there is no Hopper GPU")
 on_a_simulated_gpu = pytest.mark.skipif(hopper_problem() is None, reason="the kernels themselves are tested here")
 NAMES = ["loss", "largest", "dx", "dkernel"]
 
@@ -161,7 +160,7 @@ def test_kernels_lower_for_a_gpu(num_features, vocab_size, keep_logits):
     assert lowered.as_text().count("mosaic_gpu_v2") >= 2
 
 
-@needs_hopper
+@pytest.mark.gpu
 @pytest.mark.parametrize(("num_features", "vocab_size"), [(768, 50304), (2048, 32064)])
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("keep_logits", [False, True])

@@ -103,6 +103,7 @@ def test_long_chunks_are_right_where_shared_memory_is_plenty_and_where_it_is_sho
 
 
 @needs_mosaic
+@on_a_simulated_gpu
 @pytest.mark.parametrize(
     ("length", "options", "changes"),
     [
@@ -122,7 +123,7 @@ def test_results_do_not_depend_on_whether_the_last_state_is_returned(length, opt
         monkeypatch.setattr(Tiling, name, value)
     spec = ArgSpec(1, length, 2, 64, 128, igate_mean=0.0, fgate_mean=8.0)
     (*qkv, igate, fgate), state, resets, weights, _ = drawn(spec, **options)
-    interpret = None if hopper_problem() is None else plgpu.InterpretGPUParams()
+    interpret = plgpu.InterpretGPUParams()
 
     def results(return_state):
         def total(qkv, gates, state):

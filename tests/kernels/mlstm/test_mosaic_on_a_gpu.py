@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from kernels.mlstm.comparisons import INPUTS, OUTPUTS, assert_small, computed, drawn, errors, exact, named, rms
 
-from xlstm_jax.kernels.hopper import hopper_problem
 from xlstm_jax.kernels.mlstm import MLSTMState, mlstm
 from xlstm_jax.kernels.mlstm.arg_specs import ArgSpec
 from xlstm_jax.kernels.mlstm.mosaic.tiling import HEAD_DIMS
 
-pytestmark = pytest.mark.skipif(hopper_problem() is not None, reason="there is no Hopper GPU")
+pytestmark = pytest.mark.gpu
 
 EASY, KEPT, STRONG, SMALL = (-3.0, 4.0), (-3.0, 8.0), (4.0, 8.0), (-10.0, 8.0)
 """Means of input and forget gates. At the first, little of a memory is left after a chunk."""

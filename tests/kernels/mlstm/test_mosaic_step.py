@@ -30,7 +30,6 @@ SMALL = {
     "much is forgotten": ArgSpec(2, 1, 3, 32, 64, igate_mean=4.0, fgate_mean=-8.0),
     "nothing is written": ArgSpec(2, 1, 3, 32, 64, igate_mean=-60.0, fgate_mean=8.0),
 }
-on_hopper = pytest.mark.skipif(hopper_problem() is not None, reason=str(hopper_problem()))
 on_a_simulated_gpu = pytest.mark.skipif(hopper_problem() is None, reason="the kernel itself is tested here")
 simulated = functools.partial(mosaic_step, eps=1e-6, interpret=plgpu.InterpretGPUParams())
 simulate = jax.jit(simulated)  # Tests share what is compiled for a shape.
@@ -180,7 +179,7 @@ def named(hidden, state):
     return {"hidden": hidden, **state._asdict()}
 
 
-@on_hopper
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "heads", "dtype"), [(1, 8, "bfloat16"), (5, 3, "float32"), (64, 8, "bfloat16")], ids=str
 )
@@ -196,7 +195,7 @@ def test_a_step_on_the_gpu_is_that_of_the_reference_and_in_place(dims, rows, hea
     assert_close_by_norm(named(hidden, last), named(*expected), relative=1e-5)
 
 
-@on_hopper
+@pytest.mark.gpu
 def test_many_steps_on_the_gpu_are_those_of_the_reference():
     spec = ArgSpec(3, 40, 4, 256, 512, igate_mean=-1.0, fgate_mean=4.0)
     q, k, v, igate, fgate = (jnp.moveaxis(x, 1, 0) for x in spec.arguments(jax.random.key(0)))

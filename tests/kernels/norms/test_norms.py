@@ -18,7 +18,6 @@ simulates = pytest.mark.skipif(
     hopper_problem() is None or jax.__version_info__ < NEEDED_JAX,
     reason="there is a Hopper GPU, or no simulation of one",
 )
-needs_hopper = pytest.mark.skipif(hopper_problem() is not None, reason="there is no Hopper GPU")
 
 EPS = 1e-6
 WIDTHS = [64, 128, 192, 384, 640, 768, 1024, 1152, 1280, 2048, 2304, 3072, 4096]
@@ -290,7 +289,7 @@ def assert_as_good_as_plain(names, function, plain, definition, inputs, cotangen
         assert error <= 1.5 * usual[name] + 1e-6, f"{name}: {error:.1e}, and {usual[name]:.1e} in plain JAX"
 
 
-@needs_hopper
+@pytest.mark.gpu
 @pytest.mark.parametrize("width", [768, 1152, 2048, 4096])
 def test_kernels_of_the_rms_norm_are_as_good_as_plain_jax(width):
     assert api.fused_problem(4104, 1, width, "bfloat16") is None
@@ -298,7 +297,7 @@ def test_kernels_of_the_rms_norm_are_as_good_as_plain_jax(width):
     assert_as_good_as_plain(RMS, rms_norm, reference.rms_norm, defined_rms_norm, *inputs)
 
 
-@needs_hopper
+@pytest.mark.gpu
 @pytest.mark.parametrize("width", [768, 2048])
 def test_kernels_add_the_gradients_of_what_skips_the_rms_norm(width):
     inputs, cotangents = rms_inputs(4104, width)
@@ -313,7 +312,7 @@ def test_kernels_add_the_gradients_of_what_skips_the_rms_norm(width):
     assert_as_good_as_plain(["skip", *RMS], rms_norm_with_skip, plain, definition, inputs, cotangents)
 
 
-@needs_hopper
+@pytest.mark.gpu
 @pytest.mark.parametrize("width", HEAD_DIMS)
 def test_kernels_of_the_gated_head_norm_are_as_good_as_plain_jax(width):
     assert api.fused_problem(4128, 3, width, "bfloat16") is None

@@ -19,7 +19,6 @@ from xlstm_jax.kernels.slstm.mosaic import limits
 
 needs_pallas = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Pallas for Hopper GPUs needs jax 0.11")
 is_hopper = hopper_problem() is None
-needs_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
 needs_interpreter = pytest.mark.skipif(is_hopper, reason="the kernel itself is tested here")
 
 VARIANTS = {
@@ -169,7 +168,7 @@ def test_the_interpreted_kernel_gives_the_scan_and_is_as_exact(spec, options):
     assert_close_by_norm(kernel, scan, relative=rounding)
 
 
-@needs_hopper
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
@@ -192,7 +191,7 @@ def test_the_kernel_is_as_exact_as_the_scan(spec, options):
     assert_as_exact_as_the_scan(spec, **options)
 
 
-@needs_hopper
+@pytest.mark.gpu
 def test_two_runs_of_the_kernel_give_the_same_bits():
     first, second = (everything.__wrapped__(ArgSpec(16, 700, 4, 192), "mosaic") for _ in range(2))
     assert all(np.array_equal(first[name], second[name]) for name in first)
