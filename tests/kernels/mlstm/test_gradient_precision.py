@@ -1,7 +1,7 @@
 """Gradients in bfloat16 against float64, from forget gates that are almost closed to gates that keep everything.
 
-The loss is on the outputs alone, as in training. The gradient of the forget gates is the most sensitive: it sums, over all
-later positions, differences that nearly cancel.
+The loss is on the outputs alone, as in training. The gradient of the forget gates is the most sensitive: it is a sum
+over all later positions of differences that nearly cancel.
 """
 
 import functools
