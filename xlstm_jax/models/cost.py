@@ -41,7 +41,9 @@ class Flops:
     model: int | float
     """What every implementation has to compute, forward and backward: the measure of model FLOPs utilisation. The
     backward pass counts twice the forward pass, the mLSTM one write and one read of its memory for each token, and
-    attention the whole square of positions; padding and what is computed again do not count."""
+    attention the whole square of positions, also where causality or documents let a kernel skip pairs; padding and what
+    is computed again do not count. So the number is a property of the model and the length, not of the data, and a
+    kernel that skips pairs raises the utilisation."""
     forward: int | float
     """What the forward pass executes."""
     backward: int | float

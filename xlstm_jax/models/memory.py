@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from xlstm_jax.kernels.attention.api import LARGEST_HEAD_DIM
+from xlstm_jax.kernels.attention.packed import SLOTS_PER_ROW
 from xlstm_jax.kernels.cross_entropy.plain import kept_dtype
 from xlstm_jax.kernels.mlstm.mosaic.tiling import choose_tiling, tiling_problem
 from xlstm_jax.models.llama.config import LlamaConfig
@@ -85,6 +87,8 @@ class Placement:
     """Whether the kernels for Hopper GPUs can run."""
     has_flash_attention: bool = False
     """Whether attention saves no weights, as that of cuDNN."""
+    has_packed_attention: bool = False
+    """Whether attention within documents needs no mask of all pairs of positions."""
 
 
 def activation_memory(config: XLSTMConfig | LlamaConfig, placement: Placement) -> ActivationMemory:
@@ -167,16 +171,29 @@ def _slstm(config: XLSTMConfig, placement: Placement) -> _Arrays:
 def _transformer(config: LlamaConfig, placement: Placement) -> _Arrays:
     itemsize, parts, dim = jnp.dtype(config.dtype).itemsize, placement.model_axis_size, config.embedding_dim
     kv_dim, ffn_dim = config.kv_heads * config.head_dim / parts, config.ffn_hidden_dim / parts
-    weights = 0.0 if placement.has_flash_attention else config.num_heads / parts * placement.sequence_length
+    cell, weights, temporaries = _attention(config, placement)
     return _Arrays(
         inputs=itemsize * dim,
         stream=itemsize * dim,
         projections=itemsize * (dim / parts + 2 * kv_dim + 2 * ffn_dim),
-        cell=0,
+        cell=cell,
         operands=itemsize * (dim / parts + ffn_dim),
         rest=itemsize * (2 * dim + weights),
-        temporaries=2 * 4 * weights,
+        temporaries=temporaries,
     )
+
+
+def _attention(config: LlamaConfig, placement: Placement) -> tuple[float, float, float]:
+    """Return what attention saves, how many weights, and what its backward pass holds beside them, for each token."""
+    heads, itemsize = config.num_heads / placement.model_axis_size, jnp.dtype(config.dtype).itemsize
+    has_documents, length = config.mask_across_document_boundaries, placement.sequence_length
+    if not placement.has_flash_attention:
+        return 0.0, heads * length, 2 * 4 * heads * length
+    if not has_documents:
+        return 0.0, 0.0, 0.0
+    if placement.has_packed_attention and config.head_dim <= LARGEST_HEAD_DIM:
+        return heads * (itemsize * config.head_dim + 4), 0.0, 4 * heads * SLOTS_PER_ROW
+    return 0.0, 0.0, float(itemsize * length)
 
 
 _ARRAYS: dict[str, Callable[..., _Arrays]] = {

@@ -10,6 +10,7 @@ import dataclasses
 GB = 1e9
 TERA = 1e12
 HOPPER_KINDS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200")
+BLACKWELL_KINDS = ("NVIDIA B200", "NVIDIA GB200")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Accelerator:
     def is_hopper(self) -> bool:
         """Whether this is one of the GPUs that our kernels are written for."""
         return any(kind.startswith(HOPPER_KINDS) for kind in self.device_kinds)
+
+    @property
+    def has_packed_attention(self) -> bool:
+        """Whether cuDNN's packed layout runs here: on Hopper GPUs and later ones."""
+        return any(kind.startswith(HOPPER_KINDS + BLACKWELL_KINDS) for kind in self.device_kinds)
 
 
 ACCELERATORS = (

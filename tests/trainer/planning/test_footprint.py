@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from trainer.planning.setups import make_setup
 
+from xlstm_jax.models.llama import LlamaConfig
 from xlstm_jax.models.xlstm import XLSTMConfig
 from xlstm_jax.trainer.accelerators import find_accelerator
 from xlstm_jax.trainer.planning.footprint import state_bytes, step_memory
@@ -83,3 +84,19 @@ def test_the_cell_in_plain_jax_needs_more_than_the_kernels(states):
     setup = measured_setup("162m", 16, "full", True, False)
     a100 = find_accelerator("a100-80")
     assert step_memory(setup, a100, states["162m"]) > step_memory(setup, H200, states["162m"])
+
+
+@pytest.mark.parametrize(("accelerator", "masks"), [("h200", 0), ("b200", 0), ("a100-80", 1)])
+def test_only_gpus_without_packed_attention_hold_a_mask_of_all_pairs(accelerator, masks):
+    shape = LlamaConfig(vocab_size=128, embedding_dim=64, num_blocks=2, head_dim=64, dtype="bfloat16")
+    setups = [
+        make_setup(
+            shape=dataclasses.replace(shape, mask_across_document_boundaries=documents),
+            remat="full",
+            rows=4,
+            length=8192,
+        )
+        for documents in (True, False)
+    ]
+    packed, whole = (step_memory(setup, find_accelerator(accelerator)) for setup in setups)
+    assert masks - 0.1 < (packed - whole) / (2 * 4 * 8192**2) < masks + 0.1

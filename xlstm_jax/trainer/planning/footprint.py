@@ -55,6 +55,7 @@ def placement_of(setup: Setup, accelerator: Accelerator) -> Placement:
         model_axis_size=setup.axis_sizes[model_axis],
         is_hopper=accelerator.is_hopper,
         has_flash_attention=accelerator.is_gpu and setup.shape.dtype in ("bfloat16", "float16"),
+        has_packed_attention=accelerator.has_packed_attention,
     )
 
 
