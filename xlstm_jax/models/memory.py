@@ -6,13 +6,14 @@ The arrays of a block fall into groups that a remat policy saves or recomputes t
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from xlstm_jax.kernels.attention.api import LARGEST_HEAD_DIM
-from xlstm_jax.kernels.attention.packed import SLOTS_PER_ROW
+from xlstm_jax.kernels.attention.packed import choose_slots
 from xlstm_jax.kernels.cross_entropy.plain import kept_dtype
 from xlstm_jax.kernels.mlstm.mosaic.tiling import choose_tiling, tiling_problem
 from xlstm_jax.models.llama.config import LlamaConfig
@@ -191,8 +192,10 @@ def _attention(config: LlamaConfig, placement: Placement) -> tuple[float, float,
         return 0.0, heads * length, 2 * 4 * heads * length
     if not has_documents:
         return 0.0, 0.0, 0.0
-    if placement.has_packed_attention and config.head_dim <= LARGEST_HEAD_DIM:
-        return heads * (itemsize * config.head_dim + 4), 0.0, 4 * heads * SLOTS_PER_ROW
+    rows = max(placement.num_tokens // length, 1)
+    slots = choose_slots(rows, length, math.ceil(heads), config.head_dim)
+    if placement.has_packed_attention and config.head_dim <= LARGEST_HEAD_DIM and slots > 1:
+        return heads * (itemsize * config.head_dim + 4), 0.0, 4 * slots * heads * (config.head_dim + 2)
     return 0.0, 0.0, float(itemsize * length)
 
 

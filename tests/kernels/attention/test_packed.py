@@ -1,6 +1,7 @@
 """Attention within documents: cuDNN's packed layout, with its calls emulated, and the choice between forms."""
 
 import logging
+import math
 import re
 import types
 
@@ -136,7 +137,9 @@ def test_documents_are_runs_of_equal_ids_and_end_with_their_row():
         ({"compute_capability": "8.0", "device_kind": "A100"}, (2, 6, 4, 64), "not A100"),
         ({}, (2, 6, 4, 256), "not 256"),
         ({}, (2, 6, 4, 12), "not 12"),
-        ({}, (2, 1, 4, 64), "one position"),
+        ({}, (2, 1, 4, 64), "2 rows of 1 positions"),
+        ({}, (1, 2**17, 32, 128), "1 rows of 131072 positions"),
+        ({}, (16, 32768, 32, 128), "2147483648 numbers"),
         ({}, (64, 8192, 32, 128), "2147483648 numbers"),
     ],
 )
@@ -146,6 +149,17 @@ def test_the_packed_layout_needs_a_gpu_and_shapes_that_fit(monkeypatch, changes,
     messages = []
     jax.eval_shape(lambda q: messages.append(api.packed_problem(q, q)), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
     assert messages == [None] if problem is None else problem in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots"),
+    [((16, 8192, 12, 64), 16), ((8, 8192, 16, 128), 16), ((4, 8192, 32, 128), 16), ((2, 32768, 32, 128), 4)],
+)
+def test_the_longer_rows_are_the_fewer_slots_they_have(shape, slots):
+    assert packed.choose_slots(*shape) == slots
+    of_row = slots * math.prod(shape[1:])
+    assert of_row <= 2**29
+    assert of_row * shape[0] <= 2**31
 
 
 def gradient_text(remat="none", length=256):

@@ -64,7 +64,8 @@ def document_attention(
         say_once(LOGGER, f"Attention within documents: {form}.")
         if problem is None:
             scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-            return packed.packed_attention(q, k, v, packed.number_documents(segment_ids), causal, scale)
+            documents, slots = packed.number_documents(segment_ids), packed.choose_slots(*q.shape)
+            return packed.packed_attention(q, k, v, documents, causal, scale, slots)
     documents = packed.number_documents(segment_ids)
     mask = (documents[:, :, None] == documents[:, None, :])[:, None]
     return attention(q, k, v, mask, causal=causal, scale=scale, backend=backend)
@@ -77,8 +78,8 @@ def packed_problem(q: Float[Array, "b s hq d"], k: Float[Array, "b s hk d"]) -> 
         return f"cuDNN's packed layout needs a Hopper GPU or a later one, not {jax.devices()[0].device_kind}"
     if q.shape[-1] > LARGEST_HEAD_DIM or q.shape[-1] % 8:
         return f"cuDNN's packed layout needs heads of 8, 16, ... {LARGEST_HEAD_DIM} features, not {q.shape[-1]}"
-    if q.shape[1] < 2:
-        return "there is one position"
     if max(q.size, k.size) > packed.LARGEST_OFFSET:
         return f"cuDNN's packed layout needs 32-bit offsets, and there are {max(q.size, k.size)} numbers"
+    if packed.choose_slots(*q.shape) < 2:
+        return f"cuDNN's packed layout would need too much memory for {q.shape[0]} rows of {q.shape[1]} positions"
     return None

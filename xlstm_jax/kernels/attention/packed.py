@@ -24,6 +24,9 @@ FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 NEEDED_CAPABILITY = 9.0
 LARGEST_OFFSET = 2**31 - 1
 SLOTS_PER_ROW = 16
+LARGEST_ROW, LARGEST_BATCH = 2**29, 2**31
+"""How many numbers the slots of a row and of a batch may take in the backward pass, which adds up gradients of queries
+for each slot as if it held a whole row. On an H200, gradients were wrong with 2^30 numbers in a row."""
 
 Gradients = tuple[Float[Array, "b s hq d"], Float[Array, "b s hk d"], Float[Array, "b s hk d"]]
 
@@ -35,6 +38,12 @@ def number_documents(segment_ids: Int[Array, "b s"]) -> Int[Array, "b s"]:
     return (jnp.cumsum(borders.reshape(-1), dtype=jnp.int32) - 1).reshape(segment_ids.shape)
 
 
+def choose_slots(batch_size: int, length: int, num_heads: int, head_dim: int) -> int:
+    """Return how many slots a row can have; the packed layout needs at least two."""
+    of_slot = length * num_heads * head_dim
+    return min(SLOTS_PER_ROW, length, LARGEST_ROW // of_slot, LARGEST_BATCH // (batch_size * of_slot))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def packed_attention(
     q: Float[Array, "b s hq d"],
@@ -43,7 +52,7 @@ def packed_attention(
     documents: Int[Array, "b s"],
     causal: bool,
     scale: float,
-    slots_per_row: int = SLOTS_PER_ROW,
+    slots_per_row: int,
 ) -> Float[Array, "b s hq d"]:
     """Compute attention within documents.
 
@@ -54,7 +63,7 @@ def packed_attention(
         documents: The document of each position, as `number_documents` counts them.
         causal: Positions see only themselves and those before.
         scale: Multiplies the products of queries and keys.
-        slots_per_row: How many documents for each row fit into one pass.
+        slots_per_row: How many documents for each row fit into one pass, as `choose_slots` says.
 
     Returns:
         The mean of values that each head of queries sees.
