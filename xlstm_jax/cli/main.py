@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (by default, that of the process) and return its exit code."""
     try:
         try:
-            return _run(sys.argv[1:] if argv is None else list(argv), is_process=argv is None)
+            return _run(sys.argv[1:] if argv is None else list(argv))
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _run(argv: list[str], *, is_process: bool) -> int:
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="xlstm-jax", description="xLSTM language models in JAX.", epilog=EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"xlstm-jax {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
@@ -59,7 +59,7 @@ def _run(argv: list[str], *, is_process: bool) -> int:
         if argv[:1] == [name]:
             command = importlib.import_module(f"xlstm_jax.cli.{name}")
             command.add_arguments(command_parser)
-            command_parser.set_defaults(run=command.run, is_process=is_process)
+            command_parser.set_defaults(run=command.run)
     args, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Go on, and return the exit code."""
     from xlstm_jax.recipes.run import read_settings
 
-    begin_startup(is_process=args.is_process)
+    begin_startup("resume")
     try:
         folder = find_run(args.run_folder, args.outputs)
         settings = change(read_settings(folder), args.overrides)

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the settings, then let Hydra start the run, or the runs."""
-    begin_startup(is_process=args.is_process)
+    begin_startup("train")
     overrides: list[str] = args.overrides
     if args.cfg and args.multirun:
         complain("--cfg prints the settings of one run: leave out -m.")
@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
     return _call_hydra(words, is_sweep=args.multirun)
 
 
-def begin_startup(*, is_process: bool) -> None:
-    """Begin to measure the startup: from the start of the process if the command is all that it does."""
+def begin_startup(command: str) -> None:
+    """Begin to measure the startup: from the start of the process if the command is what it was started for."""
     from xlstm_jax.utils.startup import STARTUP, seconds_since_process_start
 
-    STARTUP.begin(seconds_since_process_start() if is_process else 0.0)
+    STARTUP.begin(seconds_since_process_start() if sys.argv[1:2] == [command] else 0.0)
     import xlstm_jax.cli.header
     import xlstm_jax.recipes.preview  # noqa: F401 - what settings and header need is imported with all else
 
