@@ -16,6 +16,7 @@ from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.recipes.run import Run
 from xlstm_jax.trainer.base.compiled_step import CompiledMemory, memory_limit
+from xlstm_jax.trainer.base.run_metrics import mfu_flops
 from xlstm_jax.trainer.planning.abstract import AbstractTrainer
 from xlstm_jax.trainer.planning.communication import estimate_communication
 from xlstm_jax.trainer.planning.estimate import step_time
@@ -66,7 +67,7 @@ def _facts(run: Run) -> Mapping[str, str]:
     facts = {
         "devices": _describe_devices(trainer.mesh),
         "kernels": _describe_kernels(shape),
-        "parameters": f"{trainer.get_num_params():,}",
+        "parameters": f"{trainer.get_num_params():,}{_describe_flops(shape, config.context_length)}",
         "batch": f"{config.batch_size} × {config.context_length} = {num_tokens:,} tokens",
         "performance": run.performance.reason,
     }
@@ -82,6 +83,11 @@ def _facts(run: Run) -> Mapping[str, str]:
             left = (config.num_train_steps - trainer.global_step) * seconds
             facts["length"] += f"; estimated {_duration(left)}"
     return {**facts, "folder": as_typed(run.folder)}
+
+
+def _describe_flops(shape: Any, context_length: int) -> str:
+    flops = mfu_flops(shape, context_length)
+    return f"; {flops['mfu']:.3g} FLOPs a token for MFU, {flops['mfu_6n']:.3g} for 6N-MFU" if flops else ""
 
 
 def _describe_memory(compiled: CompiledMemory, limit: int | None) -> str:

@@ -3,14 +3,18 @@
 import json
 
 import pytest
-from trainer.runs import LENGTH, ROWS, SizedTokenLoader, TokenLoader, make_trainer
+from trainer.runs import LENGTH, ROWS, SizedTokenLoader, TokenLoader, make_trainer, model_config
 
 from xlstm_jax.checkpoint.store import CheckpointStore
+from xlstm_jax.models.cost import model_cost
+from xlstm_jax.trainer.base import run_metrics
 from xlstm_jax.trainer.base import trainer as trainer_module
 from xlstm_jax.trainer.base.clock import Clock
+from xlstm_jax.trainer.base.run_metrics import mfu_flops
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 
 STEP, SAVE, VALIDATION = 1.0, 100.0, 50.0
+PEAK = 1e9
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,7 @@ def rows(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module, "Clock", lambda: Clock(now=lambda: now[0]))
         patch.setattr(CheckpointStore, "save", slow_save)
+        patch.setattr(run_metrics, "peak_flops", lambda num_devices: PEAK)
         callbacks = [ModelCheckpointConfig(every_n_steps=3, every_n_epochs=-1)]
         trainer = make_trainer(path=folder, callbacks=callbacks, log_every_n_steps=2, check_val_every_n_steps=4)
         validation = SizedTokenLoader(trainer.mesh, num_batches=1, transform=passes(VALIDATION))
@@ -58,3 +63,18 @@ def test_checkpoints_are_reported_with_the_row_after_them(rows):
 
 def test_validations_are_reported_with_the_row_after_them(rows):
     assert {step: row["evaluation_time"] for step, row in rows.items()} == {2: 0, 4: 0, 6: VALIDATION, 8: 0}
+
+
+def test_utilisation_is_logged_by_both_definitions_and_leaves_out_checkpoints_and_validations(rows):
+    shape = model_config().model_config
+    cost = model_cost(shape, sequence_length=LENGTH)
+    expected = {"mfu": cost.flops_per_token.model, "mfu_6n": 6 * cost.parameters}
+    assert mfu_flops(shape, LENGTH) == expected
+    for row in rows.values():
+        assert {name: row[name] for name in expected} == pytest.approx(
+            {name: flops * ROWS * LENGTH / STEP / PEAK for name, flops in expected.items()}
+        )
+
+
+def test_a_model_that_is_not_ours_has_no_utilisation():
+    assert mfu_flops(object(), LENGTH) == {}

@@ -64,6 +64,7 @@ def test_a_row_of_training_is_a_plain_line(capsys):
         ("tokens_per_second", 2.5e6, "tokens/s 2.5M"),
         ("tokens_per_second", 999.4, "tokens/s 999"),
         ("mfu", 0.0123, "MFU 1.2 %"),
+        ("mfu_6n", 0.34, "6N-MFU 34 %"),
         ("device_memory_gib", 79.96, "memory 80.0 GiB"),
         ("checkpoint_time", 12.34, "checkpoint 12.3 s"),
         ("evaluation_time", 3.0, "evaluation 3.0 s"),

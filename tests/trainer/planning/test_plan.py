@@ -11,6 +11,7 @@ from trainer.planning.setups import make_setup
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.models.cost import model_cost
 from xlstm_jax.trainer.accelerators import find_accelerator
+from xlstm_jax.trainer.base.run_metrics import mfu_flops
 from xlstm_jax.trainer.planning.compiled import CompiledMemory
 from xlstm_jax.trainer.planning.footprint import step_memory
 from xlstm_jax.trainer.planning.plan import make_plan
@@ -38,6 +39,12 @@ def test_json_holds_a_plan(plan):
 def test_the_time_of_a_run_is_that_of_its_steps(plan):
     assert plan.seconds == 1000 * plan.time.total
     assert plan.tokens_per_second == 16 * 24 / plan.time.total
+
+
+def test_a_plan_estimates_utilisation_as_runs_log_it(plan):
+    rate = plan.tokens_per_second / plan.num_devices / plan.accelerator.bfloat16_flops
+    flops = mfu_flops(make_setup().shape, 24)
+    assert {"mfu": plan.mfu, "mfu_6n": plan.mfu_6n} == pytest.approx({name: rate * flops[name] for name in flops})
 
 
 def test_memory_of_an_accelerator_is_that_of_the_formula(plan):

@@ -56,6 +56,7 @@ def _train_row(step, lr):
         "tokens_seen": 1000 * step,
         "tokens_per_second": 1000 + step % 7,
         "mfu": 0.4,
+        "mfu_6n": 0.5,
         "step_time": 1 + 0.01 * (step % 7),
         "device_memory_gib": 1.5,
         "compile_time": 10.0,

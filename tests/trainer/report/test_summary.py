@@ -32,7 +32,7 @@ def test_speed_and_sizes_are_told(tmp_path):
     found = numbers(write_run(tmp_path / "run"))
     assert found["Tokens seen"] == ("400k", "324 per parameter")
     assert found["Time"] == ("7 min", "")
-    assert found["Tokens per second"] == ("1.003k", "MFU 40.0%")
+    assert found["Tokens per second"] == ("1.003k", "MFU 40.0%, 6N-MFU 50.0%")
     assert found["Goodput"] == ("97.6%", "compile took 2.4%")
     assert found["Parameters"] == ("1.234k", "in 1 array")
     assert found["Devices"] == ("8", "")

@@ -77,13 +77,26 @@ class RunMonitor:
         if "step_time" in row and num_steps:
             rate = num_tokens / (num_steps * row["step_time"])
             numbers["tokens_per_second"] = rate
-            flops = flops_per_token(self.model_config, self._sequence_length)
-            if flops:
-                numbers["mfu"] = rate * flops / peak_flops(self.num_devices)
+            if flops := mfu_flops(self.model_config, self._sequence_length):
+                peak = peak_flops(self.num_devices)
+                numbers |= {name: rate * per_token / peak for name, per_token in flops.items()}
         numbers["device_memory_gib"] = device_memory() / GIB
         numbers |= {f"data_{name}": value for name, value in self.data_statistics().items()}
         self.start(step)
         return numbers | self.clock.shares()
+
+
+def mfu_flops(model_config: Any, sequence_length: int) -> dict[str, float]:
+    """Return the FLOPs of a token that each definition of model FLOPs utilisation counts; none for models not ours.
+
+    `mfu`, the one that is meant without a further word: what every implementation of the model has to compute (see
+    `models.cost.Flops`), so the lookup of embeddings is free and attention costs by the length of the sequence.
+    `mfu_6n`: six for each parameter, embedding table included, as papers often count.
+    """
+    flops = flops_per_token(model_config, sequence_length)
+    if not flops:
+        return {}
+    return {"mfu": flops, "mfu_6n": 6.0 * model_cost(model_config, sequence_length=sequence_length).parameters}
 
 
 def flops_per_token(model_config: Any, sequence_length: int) -> float:

@@ -177,6 +177,7 @@ FORMATS: dict[str, Callable[[int | float], str]] = {
     "bits_per_byte": lambda value: f"bits per byte {_number(value)}",
     "tokens_per_second": lambda value: f"tokens/s {_short(value)}",
     "mfu": lambda value: f"MFU {_percent(value)}",
+    "mfu_6n": lambda value: f"6N-MFU {_percent(value)}",
     "device_memory_gib": lambda value: f"memory {value:.1f} GiB",
     "checkpoint_time": lambda value: f"checkpoint {value:.1f} s",
     "evaluation_time": lambda value: f"evaluation {value:.1f} s",

@@ -88,9 +88,15 @@ class Plan:
         return self.tokens_per_step / self.time.total
 
     @property
-    def utilisation(self) -> float:
-        """The share of the peak that the FLOPs of the model reach."""
+    def mfu(self) -> float:
+        """Model FLOPs utilisation by the FLOPs that every implementation has to compute, as runs log it."""
         return self.flops.model / self.time.total / self.num_devices / self.accelerator.bfloat16_flops
+
+    @property
+    def mfu_6n(self) -> float:
+        """The same by six FLOPs for each parameter and token."""
+        flops = 6 * self.num_parameters * self.tokens_per_second
+        return flops / self.num_devices / self.accelerator.bfloat16_flops
 
     @property
     def seconds(self) -> float | None:
@@ -105,7 +111,8 @@ class Plan:
             "step_seconds": self.time.total,
             "step_seconds_overlapped": self.time.overlapped,
             "tokens_per_second": self.tokens_per_second,
-            "utilisation": self.utilisation,
+            "mfu": self.mfu,
+            "mfu_6n": self.mfu_6n,
             "seconds": self.seconds,
         }
         return dataclasses.asdict(self) | derived

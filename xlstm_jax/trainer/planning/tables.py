@@ -125,7 +125,7 @@ def _time_table(plan: Plan) -> Table:
         "communication": f"{_seconds(time.communication)}" + (f"; a device sends: {sent}" if sent else ""),
         "[bold]step[/]": f"[bold]{_seconds(time.total)}[/]; {_seconds(time.overlapped)} with communication hidden",
         "tokens a second": f"{plan.tokens_per_second:,.0f}, {plan.tokens_per_second / plan.num_devices:,.0f} for each "
-        f"device; utilisation {plan.utilisation:.0%}",
+        f"device; MFU {plan.mfu:.0%}, 6N-MFU {plan.mfu_6n:.0%}",
     }
     if plan.num_steps is not None and plan.seconds is not None:
         rows["run"] = (

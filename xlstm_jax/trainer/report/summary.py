@@ -118,8 +118,9 @@ def _progress(run: Run) -> list[KeyNumber]:
 def _speed(run: Run) -> list[KeyNumber]:
     numbers = []
     if (speed := _median(run, "tokens_per_second")) is not None:
-        mfu = _median(run, "mfu")
-        numbers.append(KeyNumber("Tokens per second", compact(speed), "" if mfu is None else f"MFU {mfu:.1%}"))
+        shares = {"MFU": _median(run, "mfu"), "6N-MFU": _median(run, "mfu_6n")}
+        notes = [f"{name} {share:.1%}" for name, share in shares.items() if share is not None]
+        numbers.append(KeyNumber("Tokens per second", compact(speed), ", ".join(notes)))
     if (goodput := _last(run, "goodput")) is not None:
         losses = {key.removeprefix("lost_"): _last(run, key) or 0.0 for key in _train(run) if key.startswith("lost_")}
         most = max(losses, key=lambda name: losses[name], default=None)
