@@ -41,6 +41,7 @@ from xlstm_jax.cli.gpu_memory import list_gpus
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_config import build_run
 from xlstm_jax.trainer.base.run_metrics import flops_per_token
+from xlstm_jax.utils.startup import describe_startup
 
 HERE = Path(__file__).parent
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", HERE / "results"))
@@ -178,19 +179,17 @@ def measure_log(row: Row, folder: Path, limit: float, settings: Sequence[str]) -
     """Train as a user would, and read the log."""
     words = [f"experiment={row.experiment}", f"batch_size={row.batch}", "data=synthetic", *settings]
     command = [sys.executable, "-m", "xlstm_jax.cli.main", "train", *words, f"hydra.run.dir={folder}"]
-    log, started, seen = folder / "file_logs" / "metrics_train.jsonl", time.perf_counter(), {}
+    logs = folder / "file_logs"
 
     def is_done() -> bool:
-        if log.is_file():
-            rows = read_rows(log)
-            if rows and not seen:
-                seen["seconds"] = time.perf_counter() - started
-            return any(each["log_step"] >= LAST_STEP for each in rows)
-        return False
+        return any(each["log_step"] >= LAST_STEP for each in read_rows(logs / "metrics_train.jsonl"))
 
     process = run_process(command, cache_in(folder) | {"COLUMNS": "300"}, limit, is_done)
     process.raise_for_failure()
-    rows = [each for each in read_rows(log) if each["log_step"] <= LAST_STEP and "tokens_per_second" in each]
+    rows = [each for each in read_rows(logs / "metrics_train.jsonl") if "tokens_per_second" in each]
+    rows = [each for each in rows if each["log_step"] <= LAST_STEP]
+    (startup, *_) = read_rows(logs / "metrics_startup.jsonl")
+    (model, *_) = read_rows(logs / "metrics_model.jsonl")
     measured = [each for each in rows if each["log_step"] > FIRST_STEP]
     if not measured:
         raise RuntimeError(f"The run ended at step {rows[-1]['log_step'] if rows else 0}, before step {LAST_STEP}.")
@@ -207,13 +206,12 @@ def measure_log(row: Row, folder: Path, limit: float, settings: Sequence[str]) -
         "data_wait_time": median(measured, "data_wait_time"),
         "peak_gib": max(each["device_memory_gib"] for each in rows),
         "header_gib": float(memory[1]) if memory else None,
-        # The first row stands for as many steps as it has, of which all but the first took its step time.
-        "first_step_seconds": seen["seconds"] - (rows[0]["log_step"] - 1) * rows[0]["step_time"],
+        "first_step_seconds": startup["startup_seconds"],
         "settings": header.get("performance", "-").partition(" (auto")[0],
         "performance": json.loads(chosen.read_text(encoding="utf-8")) if chosen.is_file() else None,
-        "startup": "; ".join(value for name, value in header.items() if "start" in name),
+        "startup": describe_startup(startup),
         "header": header,
-        "num_parameters": num_parameters(folder),
+        "num_parameters": model["num_params"],
     }
 
 
@@ -245,9 +243,9 @@ def cache_in(folder: Path) -> dict[str, str]:
 
 
 def read_rows(log: Path) -> list[Entry]:
-    """Return the rows of a training log; the last line may be incomplete."""
+    """Return the rows of a log, if there is one; the last line may be incomplete."""
     rows = []
-    for line in log.read_text(encoding="utf-8").splitlines():
+    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows
@@ -271,12 +269,6 @@ def median(rows: Sequence[Entry], name: str) -> float | None:
     """Return the median of a column, if the log has it."""
     values = [row[name] for row in rows if name in row]
     return statistics.median(values) if values else None
-
-
-def num_parameters(folder: Path) -> int | None:
-    """Return the number of parameters that a run has logged."""
-    log = folder / "file_logs" / "metrics_model.jsonl"
-    return read_rows(log)[0].get("num_params") if log.is_file() else None
 
 
 def six_n_mfu(words: Sequence[str], rows: Sequence[Entry]) -> float | None:
@@ -379,7 +371,8 @@ def render_page(results: Results) -> str:
         f"Tokens/s are the median of the training log after step {FIRST_STEP}, up to step {LAST_STEP}, of runs as "
         "shipped: nothing is set but the batch size and `data=synthetic`, which draws random tokens in packed "
         "documents of about 1000 tokens. MFU takes the FLOPs that the trainer counts, 6N-MFU six FLOPs per parameter "
-        "and token. The ratio to the peer takes the fastest of them that does not separate documents.",
+        "and token. The first step is counted from the start of the process, with an empty compilation cache. The "
+        "ratio to the peer takes the fastest of them that does not separate documents.",
         "\n".join(f"- {name}: {value}" for name, value in machine.items()),
         table(COLUMNS, [cells(results, row) for row in rows]),
     ]
