@@ -184,7 +184,7 @@ def measure_log(row: Row, folder: Path, limit: float, settings: Sequence[str]) -
     def is_done() -> bool:
         return any(each["log_step"] >= LAST_STEP for each in read_rows(logs / "metrics_train.jsonl"))
 
-    process = run_process(command, cache_in(folder) | {"COLUMNS": "300"}, limit, is_done)
+    process = run_process(command, environment_of(folder) | {"COLUMNS": "300"}, limit, is_done)
     process.raise_for_failure()
     rows = [each for each in read_rows(logs / "metrics_train.jsonl") if "tokens_per_second" in each]
     rows = [each for each in rows if each["log_step"] <= LAST_STEP]
@@ -231,15 +231,17 @@ def run_script(script: Path, words: Sequence[str], folder: Path, limit: float) -
     """Run a benchmark that writes its figures as JSON."""
     file = folder / "figures.json"
     folder.mkdir(parents=True, exist_ok=True)
-    process = run_process([sys.executable, str(script), *words, "--json", str(file)], cache_in(folder), limit)
+    process = run_process([sys.executable, str(script), *words, "--json", str(file)], environment_of(folder), limit)
     process.raise_for_failure()
     command = shlex.join(["python", f"benchmarks/{script.relative_to(HERE)}", *words])
     return {"command": command, **json.loads(file.read_text(encoding="utf-8"))}
 
 
-def cache_in(folder: Path) -> dict[str, str]:
-    """Return the environment that keeps compiled programs of a row for its later parts, and from other rows."""
-    return {"XLSTM_JAX_CACHE_DIR": str(folder.parent / "cache"), "PYTHONUNBUFFERED": "1"}
+def environment_of(folder: Path) -> dict[str, str]:
+    """Return the environment of a part: the first GPU, and a compilation cache that only parts of its row share."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    cache = str(folder.parent / "cache")
+    return {"CUDA_VISIBLE_DEVICES": gpu, "XLSTM_JAX_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1"}
 
 
 def read_rows(log: Path) -> list[Entry]:
@@ -527,9 +529,10 @@ def main() -> None:
     parser.add_argument("--any-device", action="store_true", help="run without a GPU too, to try the script out")
     options = parser.parse_args()
     results = Results(options.output, options.date)
-    if not (options.any_device or list_gpus()) and not results.values:
+    can_measure = options.any_device or bool(list_gpus())
+    if not can_measure and not results.values:
         parser.exit(1, "There is no NVIDIA GPU here: run this on one, or add --any-device to try it out.\n")
-    for line in measure_all(results, options):
+    for line in measure_all(results, options) if can_measure else ["There is no NVIDIA GPU here: nothing is measured."]:
         print(line, file=sys.stderr, flush=True)
         results.write_page()
     print(results.write_page())

@@ -122,6 +122,15 @@ def test_the_page_says_what_is_not_measured_yet(gpu, calls, tmp_path):
     assert missing.startswith("Not measured yet: xlstm_160m b16 (step), xlstm_400m b16 (log)")
 
 
+def test_without_a_gpu_the_page_is_written_and_nothing_measured(gpu, calls, tmp_path, monkeypatch, capsys):
+    gpu.Results(tmp_path, "2000-01-01").put(gpu.ROWS[0], "log", {"tokens_per_second": 321.0, "command": "a"})
+    monkeypatch.setattr(gpu, "list_gpus", list)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path), "--date", "2000-01-01"])
+    gpu.main()
+    assert calls == []
+    assert "| 321 |" in capsys.readouterr().out
+
+
 def test_the_header_of_a_run_is_read(gpu):
     table = Table.grid(padding=(0, 2))
     facts = {"performance": "remat none (auto: about 9 of 10 GiB)", "memory": "9.50 of 10.00 GiB on a device"}
