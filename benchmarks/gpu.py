@@ -77,10 +77,10 @@ class Row:
 ROWS = (
     Row("xlstm_160m", 16, 16, {"log": 100, "step": 60, "peer": 60}),
     Row("xlstm_400m", 16, 8, {"log": 180, "step": 90, "peer": 80}),
-    Row("xlstm_830m", 8, 8, {"log": 190, "step": 100, "peer": 80}),
-    Row("xlstm_1_4b", 8, 4, {"log": 250, "step": 130, "peer": 90}),
+    Row("xlstm_830m", 8, 8, {"log": 160, "step": 100, "peer": 80}),
+    Row("xlstm_1_4b", 8, 4, {"log": 200, "step": 130, "peer": 90}),
     Row("llama_160m", 16, 16, {"log": 90, "step": 50, "peer": 70}),
-    Row("llama_1_4b", 8, 8, {"log": 220, "step": 110, "peer": 120}),
+    Row("llama_1_4b", 8, 8, {"log": 180, "step": 110, "peer": 120}),
 )
 
 
@@ -297,7 +297,7 @@ def describe_machine() -> dict[str, str]:
     for name in ("jax", "torch", "triton", "xlstm", "mlstm-kernels"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages.append(f"{name} {importlib.metadata.version(name)}")
-    git = ["git", "-C", str(HERE), "rev-parse", "--short=12", "HEAD"]
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = (
         subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
     )

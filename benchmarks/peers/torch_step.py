@@ -5,7 +5,7 @@
 
 | peer | what it is | documents |
 |---|---|---|
-| xlstm | `xLSTMLarge` of the package xlstm 2.0.6 with mlstm-kernels 2.0.6, `xl_chunk`, chunks of 128 | not separated |
+| xlstm | `xLSTMLarge` of xlstm 2.0.6, mlstm-kernels 2.0.6, `xl_chunk`, chunks of 128, float32 gates | not separated |
 | llama | a Llama in plain PyTorch, attention by `scaled_dot_product_attention` with cuDNN | not separated |
 | llama-flash | the same with PyTorch's FlashAttention | not separated |
 | llama-documents | the same with `flex_attention` and a block mask of the documents of each batch | separated |
@@ -48,6 +48,11 @@ GIB = 2**30
 Inputs = dict[str, Tensor]
 
 
+def with_wide_gates(_: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give the peer's cell float32 gates: compiling its kernels for bfloat16 ones, Triton 3.6 aborts."""
+    return args, inputs | {name: inputs[name].float() for name in ("i", "f")}
+
+
 class XLSTM(nn.Module):
     """The peer's xLSTM at the shape of a recipe."""
 
@@ -69,6 +74,8 @@ class XLSTM(nn.Module):
                 **({} if torch.cuda.is_available() else others),
             )
         )
+        for block in self.model.backbone.blocks:
+            block.mlstm_layer.mlstm_backend.register_forward_pre_hook(with_wide_gates, with_kwargs=True)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Return the logits."""
