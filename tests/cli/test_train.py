@@ -15,6 +15,7 @@ import pytest
 import yaml
 from processes import TESTS, wait_until
 
+from xlstm_jax.cli import header
 from xlstm_jax.cli.main import main
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_config import build_run
@@ -67,6 +68,7 @@ def trained(tmp_path_factory) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
         patch.chdir(folder)
         patch.setenv("COLUMNS", "100")
+        patch.setattr(header, "gpu_problem", lambda: "a word on GPUs")
         assert main(["train", *TINY, "name=poem", "hydra.run.dir=outputs/here"]) == 0
     return folder, shown.getvalue()
 
@@ -79,9 +81,10 @@ def losses(run: Path) -> list[str]:
 
 def test_a_run_trains_explains_itself_and_says_what_comes_next(trained):
     folder, shown = trained
-    header = ["devices", "8 × cpu", "chunkwise", "parameters", "performance", "memory", "to beat", "xz", "estimated"]
-    for word in header:
+    words = ["devices", "8 × cpu", "a word on GPUs", "chunkwise", "parameters", "FLOPs a token for MFU", "performance"]
+    for word in [*words, "memory", "to beat", "xz", "estimated"]:
         assert word in shown.split("step 2/6")[0], word
+    assert re.search(r"startup \d+\.\d s: .*first step \d.* \(\d+ programs compiled", shown)
     assert re.search(r"val at step 3 .*bits per byte [\d.]+ · gzip [\d.]+ · xz [\d.]+", shown)
     assert "'The ' continued at step 6" in shown
     assert "xlstm-jax generate outputs/here" in shown

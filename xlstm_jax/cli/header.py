@@ -8,6 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from xlstm_jax.cli.gpu_check import gpu_problem
 from xlstm_jax.cli.gpu_memory import current_fraction
 from xlstm_jax.cli.screen import as_command, as_typed
 from xlstm_jax.kernels.mlstm.api import choose_backend as choose_mlstm
@@ -66,6 +67,7 @@ def _facts(run: Run) -> Mapping[str, str]:
     num_tokens = config.batch_size * config.context_length
     facts = {
         "devices": _describe_devices(trainer.mesh),
+        **({} if (problem := gpu_problem()) is None else {"note": problem}),
         "kernels": _describe_kernels(shape),
         "parameters": f"{trainer.get_num_params():,}{_describe_flops(shape, config.context_length)}",
         "batch": f"{config.batch_size} × {config.context_length} = {num_tokens:,} tokens",

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.cli.checks.section import FAILED, PASSED, Section, first_line
+from xlstm_jax.cli.gpu_check import gpu_problem
 from xlstm_jax.cli.gpu_memory import LARGEST_FRACTION, VARIABLE, current_fraction
 from xlstm_jax.recipes.compilation_cache import describe_cache
 
@@ -43,8 +43,8 @@ def check_devices(title: str) -> Section:
             f"set to at most {LARGEST_FRACTION} where no variable configures JAX's memory."
         )
     section.notes.append(f"Compilation cache {describe_cache()}.")
-    if shutil.which("nvidia-smi") and all(device.platform == "cpu" for device in devices):
-        section.notes.append("An NVIDIA driver is here, but JAX sees no GPU: install the extra cuda12 or cuda13.")
+    if problem := gpu_problem():
+        section.notes.append(problem)
     return section
 
 
