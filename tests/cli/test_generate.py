@@ -1,8 +1,12 @@
-"""What `generate` refuses, in a line, before it loads a model."""
+"""What `generate` refuses, in a line, before it loads a model; and how it loads one."""
 
+import jax
+import numpy as np
 import pytest
 import yaml
+from trainer.runs import make_trainer
 
+from xlstm_jax.cli import generate
 from xlstm_jax.cli.main import main
 from xlstm_jax.recipes.compose import compose
 
@@ -37,3 +41,10 @@ def test_a_tokenizer_of_a_run_that_was_started_elsewhere_is_named_with_its_place
     assert "'data/mine/tokenizer'" in line
     assert f"from {tmp_path}" in line
     assert "go to the folder where the run was started" in line
+
+
+def test_no_parameters_are_drawn_before_those_of_the_checkpoint_are_read():
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), make_trainer().state.params)
+    zeros = make_trainer(trainer_class=generate._trainer_without_initialization()).state.params
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), zeros) == shapes
+    assert not any(np.any(x) for x in jax.tree.leaves(zeros))

@@ -101,7 +101,6 @@ def continue_texts(
     from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
     from xlstm_jax.inference.sampling import filtered_sampling
     from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
-    from xlstm_jax.trainer.llm.trainer import LLMTrainer
 
     enable_compilation_cache()
     tokenizer = _load_tokenizer(tokenizer_path or _tokenizer_of(folder))
@@ -111,7 +110,7 @@ def continue_texts(
         raise ValueError("A prompt is empty, and the tokenizer has no token to begin with: give a text.")
     rows = [row or [end] for row in rows]
     one_device = initialize_mesh(ParallelConfig(data_axis_size=1), np.array(jax.local_devices()[:1]))
-    trainer: Any = LLMTrainer.load_from_checkpoint(folder, batch_size=1, mesh=one_device)
+    trainer: Any = _trainer_without_initialization().load_from_checkpoint(folder, batch_size=1, mesh=one_device)
     sample = functools.partial(filtered_sampling, temperature=temperature, top_k=top_k, top_p=top_p)
     texts = []
     for row in rows:
@@ -122,6 +121,21 @@ def continue_texts(
         written = np.asarray(tokens[0])[np.asarray(is_valid[0])][len(row) :]
         texts.append(tokenizer.decode(written.tolist(), skip_special_tokens=True))
     return texts
+
+
+def _trainer_without_initialization() -> Any:
+    """Return a class of trainers whose parameters are zeros, as those of a checkpoint take their place anyway."""
+    import jax
+    import jax.numpy as jnp
+
+    from xlstm_jax.trainer.llm.trainer import LLMTrainer
+
+    class ZeroTrainer(LLMTrainer):
+        def run_model_init(self, exmp_input: Any, init_rng: jax.Array) -> Any:
+            shapes = jax.eval_shape(super().run_model_init, exmp_input, init_rng)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    return ZeroTrainer
 
 
 def _load_tokenizer(path: str) -> Any:
