@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare what the arguments say, and return the exit code."""
-    options = {name: value for name, value in vars(args).items() if name != "run"}
+    options = {name: value for name, value in vars(args).items() if name not in ("run", "is_process")}
     share = options.get("validation_share")
     if share is not None and not 0 < share < 1:
         complain(f"--validation-share is {share}, but must be more than 0 and less than 1.")
