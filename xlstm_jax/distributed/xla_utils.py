@@ -1,6 +1,8 @@
-"""Environment variables that XLA reads once, when JAX first touches a device."""
+"""Flags of XLA: environment variables that it reads once, when JAX first touches a device, and compiler options."""
 
 import os
+
+import jax
 
 GPU_FLAGS = {
     "--xla_gpu_shard_autotuning": "false",
@@ -31,6 +33,15 @@ def set_XLA_flags() -> None:  # noqa: N802 (documented name)
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.90")
     given = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
     _append_xla_flags([f"{name}={value}" for name, value in GPU_FLAGS.items() if name not in given])
+
+
+def deterministic_options() -> dict[str, bool]:
+    """Return the compiler options with which a program gives the same bits in every run on one kind of device.
+
+    Pass them to `jax.jit(..., compiler_options=...)`. On GPUs, XLA then uses no atomic additions and no autotuning,
+    whose choice of matmul depends on measured times. The compiler for TPUs does not know the option, and needs none.
+    """
+    return {} if jax.default_backend() == "tpu" else {"xla_gpu_deterministic_ops": True}
 
 
 def _append_xla_flags(flags: list[str]) -> None:

@@ -1,6 +1,6 @@
 """From the program of one device to one over global arrays: where states, batches and metrics live."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +79,15 @@ def zeros_on_mesh(shapes: PyTree, mesh: Mesh) -> FrozenDict:
     return FrozenDict(zeros())
 
 
-def compile_step(step: Callable, *, donate: Sequence[int], debug: bool) -> Callable:
-    """Compile a step that overwrites some of its arguments; in a debugging run, leave it as it is."""
-    return step if debug else jax.jit(step, donate_argnums=tuple(donate))
+def compile_step(
+    step: Callable, *, donate: Sequence[int], debug: bool, options: Mapping[str, Any] | None = None
+) -> Callable:
+    """Compile a step that overwrites some of its arguments; in a debugging run, leave it as it is.
+
+    Args:
+        step: The step.
+        donate: Which of its arguments it overwrites.
+        debug: Whether this is a debugging run.
+        options: Options for the compiler.
+    """
+    return step if debug else jax.jit(step, donate_argnums=tuple(donate), compiler_options=dict(options or {}) or None)

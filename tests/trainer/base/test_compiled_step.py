@@ -46,6 +46,34 @@ def test_a_run_that_is_debugged_compiles_nothing():
     assert make_trainer(debug=True).compile_train_step() is None
 
 
+@pytest.fixture
+def compiler_options(monkeypatch):
+    """The options that reach the compiler, with each program."""
+    from jax._src import compiler
+
+    options, compile_program = [], compiler.compile_or_get_cached
+
+    def listen(backend, computation, devices, compile_options, *rest, **named):
+        options.append(dict(compile_options.env_option_overrides))
+        return compile_program(backend, computation, devices, compile_options, *rest, **named)
+
+    monkeypatch.setattr(compiler, "compile_or_get_cached", listen)
+    return options
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_compiler_is_told_that_steps_have_to_be_deterministic(deterministic, compiler_options):
+    trainer = make_trainer(deterministic=deterministic)
+    compiler_options.clear()
+    trainer.compile_train_step()
+    assert compiler_options[-1] == ({"xla_gpu_deterministic_ops": True} if deterministic else {})
+
+
+def test_a_run_that_is_debugged_cannot_be_deterministic_by_its_compiler():
+    with pytest.raises(ValueError, match="deterministic has no effect with debug"):
+        make_trainer(deterministic=True, debug=True)
+
+
 def fail_with(message):
     def step(*_):
         raise jax.errors.JaxRuntimeError(message)

@@ -18,6 +18,9 @@ class TrainerConfig(ConfigDict):
     """Of the parameters, of dropout and of all else that is drawn in training."""
     debug: bool = False
     """Run step by step without compilation: slow, but one can stop and look anywhere."""
+    deterministic: bool = False
+    """Compile steps that give the same bits in every run on a GPU: without atomic additions, and without autotuning,
+    which may choose other matmuls after a restart. Slower. CPUs and TPUs always give the same bits."""
     donate_train_state: bool = True
     """Let a step overwrite the state it starts from; otherwise both are held at once."""
     enable_progress_bar: bool = True
@@ -46,6 +49,8 @@ class TrainerConfig(ConfigDict):
     seed_eval: int = 0
 
     def __post_init__(self):
+        if self.deterministic and self.debug:
+            raise ConfigError("deterministic has no effect with debug, which compiles no step: set only one of them.")
         if self.gradient_accumulate_steps < 1:
             raise ConfigError(f"gradient_accumulate_steps is {self.gradient_accumulate_steps}: it has to be 1 or more.")
         for name in ("default_train_log_modes", "intermediates_log_modes"):

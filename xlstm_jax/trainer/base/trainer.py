@@ -23,6 +23,7 @@ from xlstm_jax.common_types import HostMetrics, ImmutableMetrics, Metrics, PyTre
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
+from xlstm_jax.distributed.xla_utils import deterministic_options
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.trainer.base.batches import BatchStream
 from xlstm_jax.trainer.base.clock import USEFUL, Clock, Heartbeat
@@ -261,8 +262,10 @@ class TrainerModule(Validation):
         """Compile the steps, when they are first called."""
         debug, donates_state = self.trainer_config.debug, self.trainer_config.donate_train_state
         donate = (0, 2) if donates_state else (2,)
-        self.train_step: TrainStep = compile_step(self.create_training_step_function(), donate=donate, debug=debug)
-        self.eval_step: EvalStep = compile_step(self.create_evaluation_step_function(), donate=(2,), debug=debug)
+        train, evaluate = self.create_training_step_function(), self.create_evaluation_step_function()
+        options = deterministic_options() if self.trainer_config.deterministic else None
+        self.train_step: TrainStep = compile_step(train, donate=donate, debug=debug, options=options)
+        self.eval_step: EvalStep = compile_step(evaluate, donate=(2,), debug=debug, options=options)
 
     def create_training_step_function(self) -> TrainStep:
         """Return the training step over global arrays."""
