@@ -14,7 +14,8 @@ from kernels.attention import emulation
 from tolerances import assert_close
 
 from xlstm_jax.kernels.attention import api, packed
-from xlstm_jax.kernels.attention.packed import number_documents, packed_attention
+from xlstm_jax.kernels.attention.documents import number_documents
+from xlstm_jax.kernels.attention.packed import packed_attention
 from xlstm_jax.kernels.log import say_once
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.llama import attention as llama_attention

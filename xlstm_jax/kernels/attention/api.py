@@ -2,18 +2,22 @@
 
 import logging
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from xlstm_jax.kernels.attention import packed
+from xlstm_jax.kernels.attention.documents import document_bounds, number_documents
+from xlstm_jax.kernels.attention.mosaic.tiling import ROWS, TILINGS, tiling_problem
+from xlstm_jax.kernels.hopper import hopper_problem
 from xlstm_jax.kernels.log import say_once
 
 LOGGER = logging.getLogger(__name__)
 
-Backend = Literal["xla", "cudnn"]
+Backend = Literal["xla", "cudnn", "mosaic"]
 LARGEST_HEAD_DIM = 128
 
 
@@ -25,7 +29,7 @@ def attention(
     *,
     causal: bool,
     scale: float | None,
-    backend: Backend,
+    backend: Literal["xla", "cudnn"],
 ) -> Float[Array, "b s hq d"]:
     """Compute attention of any length, with an optional mask that is True where a query sees a key.
 
@@ -55,20 +59,53 @@ def document_attention(
 ) -> Float[Array, "b s hq d"]:
     """Compute attention within documents: each run of equal ids in a row is one.
 
-    With cuDNN on Hopper GPUs and later ones, only pairs of positions within a document are computed, and memory grows
-    with the length of a row, not with its square. Where that is not possible, a mask of all pairs is built.
+    With `mosaic`, and with `cudnn` on Hopper GPUs and later ones, only pairs of positions within a document are
+    computed, and no array has all pairs of positions. Elsewhere a mask of all pairs is built.
     """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if backend == "mosaic":
+        if problem := mosaic_problem(q.dtype, q.shape[-1], scale=scale, causal=causal):
+            raise ValueError(f"The attention backend 'mosaic' cannot run here: {problem}. Choose 'auto'.")
+        say_once(LOGGER, "Attention within documents: the kernels for Hopper GPUs.")
+        return _mosaic(q, k, v, segment_ids, scale)
     if backend == "cudnn":
         problem = packed_problem(q, k)
         form = "cuDNN's packed layout" if problem is None else f"a mask of all pairs of positions, as {problem}"
         say_once(LOGGER, f"Attention within documents: {form}.")
         if problem is None:
-            scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-            documents, slots = packed.number_documents(segment_ids), packed.choose_slots(*q.shape)
+            documents, slots = number_documents(segment_ids), packed.choose_slots(*q.shape)
             return packed.packed_attention(q, k, v, documents, causal, scale, slots)
-    documents = packed.number_documents(segment_ids)
+    documents = number_documents(segment_ids)
     mask = (documents[:, :, None] == documents[:, None, :])[:, None]
     return attention(q, k, v, mask, causal=causal, scale=scale, backend=backend)
+
+
+def _mosaic(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float) -> jax.Array:
+    """Fill rows up to whole tiles, with a document of their own, and run the kernels."""
+    # Only here: it does not exist in the versions of JAX that other devices are content with.
+    from xlstm_jax.kernels.attention.mosaic.attention import mosaic_attention
+
+    length, tiling = q.shape[1], TILINGS[q.shape[-1]]
+    starts, ends = document_bounds(segment_ids)
+    if missing := -length % ROWS:
+        q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k, v))
+        rest = ((0, 0), (0, missing))
+        starts = jnp.pad(starts, rest, constant_values=length)
+        ends = jnp.pad(ends, rest, constant_values=length + missing)
+    # Traced and lowered once for all layers of a model.
+    run: Any = jax.jit(mosaic_attention, static_argnums=(5, 6, 7))
+    return run(q, k, v, starts, ends, tiling, scale, None)[:, :length]
+
+
+def mosaic_problem(dtype: DTypeLike, head_dim: int, *, scale: float = 1.0, causal: bool = True) -> str | None:
+    """Return why the kernels for Hopper GPUs cannot compute attention here, or `None` if they can."""
+    if problem := hopper_problem():
+        return problem
+    if not causal:
+        return "the kernels are for causal attention"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"the kernels are for bfloat16, not {jnp.dtype(dtype)}"
+    return tiling_problem(head_dim, scale)
 
 
 def packed_problem(q: Float[Array, "b s hq d"], k: Float[Array, "b s hk d"]) -> str | None:

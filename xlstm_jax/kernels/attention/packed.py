@@ -31,13 +31,6 @@ for each slot as if it held a whole row. On an H200, gradients were wrong with 2
 Gradients = tuple[Float[Array, "b s hq d"], Float[Array, "b s hk d"], Float[Array, "b s hk d"]]
 
 
-def number_documents(segment_ids: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Count the runs of equal ids, from 0 and on through all rows."""
-    first = jnp.ones_like(segment_ids[:, :1], bool)
-    borders = jnp.concatenate([first, segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
-    return (jnp.cumsum(borders.reshape(-1), dtype=jnp.int32) - 1).reshape(segment_ids.shape)
-
-
 def choose_slots(batch_size: int, length: int, num_heads: int, head_dim: int) -> int:
     """Return how many slots a row can have; the packed layout needs at least two."""
     of_slot = length * num_heads * head_dim

@@ -11,13 +11,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.kernels.attention import attention, document_attention
+from xlstm_jax.kernels.attention.api import mosaic_problem
+from xlstm_jax.kernels.attention.mosaic.tiling import tiling_problem
 from xlstm_jax.kernels.log import say_once
 
 LOGGER = logging.getLogger(__name__)
 
-AttentionBackend = Literal["auto", "xla", "cudnn", "pallas_triton"]
+AttentionBackend = Literal["auto", "xla", "cudnn", "mosaic", "pallas_triton"]
 """Names that configs may hold; `pallas_triton` only to be refused with advice, for configs in use have it."""
-BACKENDS = ("auto", "xla", "cudnn")
+BACKENDS = ("auto", "xla", "cudnn", "mosaic")
 HALF_PRECISION = (jnp.bfloat16, jnp.float16)
 
 
@@ -127,10 +129,11 @@ def multihead_attention(
         segment_ids: Positions see only their own segment.
         causal: Positions see only themselves and those before.
         qk_scale: Multiplies the products of queries and keys; `1/sqrt(d)` by default.
-        backend: `xla`, which runs on every device, `cudnn`, on NVIDIA GPUs and with bfloat16 or float16, or `auto`, the
-            faster one that can run.
-        contiguous_segments: Each run of equal ids is a segment of its own, as in rows of packed documents. Then cuDNN
-            needs no mask of all pairs of positions on Hopper GPUs.
+        backend: `xla`, which runs on every device, `cudnn`, on NVIDIA GPUs and with bfloat16 or float16, `mosaic`, the
+            kernels for Hopper GPUs, for causal segments in bfloat16 that are contiguous, or `auto`, the fastest one
+            that can run.
+        contiguous_segments: Each run of equal ids is a segment of its own, as in rows of packed documents. Then Hopper
+            GPUs need no mask of all pairs of positions.
 
     Returns:
         The mean of values that each head of queries sees.
@@ -139,9 +142,9 @@ def multihead_attention(
     if segment_ids is not None and contiguous_segments:
         return document_attention(q, k, v, segment_ids, causal=causal, scale=qk_scale, backend=chosen)
     mask = None if segment_ids is None else segment_mask(segment_ids)
-    if mask is not None and chosen == "cudnn":
+    if mask is not None and chosen != "xla":
         say_once(LOGGER, "Attention within segments: a mask of all pairs of positions, as contiguous_segments is off.")
-    return attention(q, k, v, mask, causal=causal, scale=qk_scale, backend=chosen)
+    return attention(q, k, v, mask, causal=causal, scale=qk_scale, backend=_for_all_pairs(chosen))
 
 
 def cached_attention(
@@ -166,8 +169,8 @@ def cached_attention(
     mask = key_slots <= slots[..., None]
     if starts is not None:
         mask = mask & (key_slots >= starts[..., None])
-    backend = resolve_backend(backend, q.dtype, q.shape[-1])
-    return jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=mask[:, None], implementation=backend)
+    chosen = _for_all_pairs(resolve_backend(backend, q.dtype, q.shape[-1]))
+    return jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=mask[:, None], implementation=chosen)
 
 
 def append(
@@ -212,6 +215,10 @@ def check_backend(backend: str, dtype: jnp.dtype, head_dim: int) -> None:
         raise ConfigError(
             f"The attention backend 'cudnn' needs bfloat16 or float16, not {dtype}: change it, or use 'xla'."
         )
+    if backend == "mosaic":
+        problem = tiling_problem(head_dim) if dtype == jnp.bfloat16 else f"it needs bfloat16, not {dtype}"
+        if problem:
+            raise ConfigError(f"The attention backend 'mosaic' cannot be used, as {problem}: choose 'auto'.")
     if backend == "cudnn" and head_dim % 8:
         raise ConfigError(f"The attention backend 'cudnn' needs a head_dim that is a multiple of 8, not {head_dim}.")
 
@@ -225,7 +232,7 @@ def choose_backend(dtype: jnp.dtype, head_dim: int) -> tuple[Literal["xla", "cud
     return "xla", f"XLA, for cuDNN needs {needs}, not {platform}, {dtype} and {head_dim}"
 
 
-def resolve_backend(backend: AttentionBackend, dtype: jnp.dtype, head_dim: int) -> Literal["xla", "cudnn"]:
+def resolve_backend(backend: AttentionBackend, dtype: jnp.dtype, head_dim: int) -> Literal["xla", "cudnn", "mosaic"]:
     """Return the backend that computes heads of a precision and size on this device, and say what `auto` picks.
 
     Raises:
@@ -240,4 +247,11 @@ def resolve_backend(backend: AttentionBackend, dtype: jnp.dtype, head_dim: int) 
         raise ValueError(
             f"The attention backend 'cudnn' needs a GPU, but JAX runs on {jax.default_backend()}: use 'xla'."
         )
-    return "cudnn" if backend == "cudnn" else "xla"
+    if backend == "mosaic" and (problem := mosaic_problem(dtype, head_dim)):
+        raise ValueError(f"The attention backend 'mosaic' cannot run here: {problem}. Choose 'auto'.")
+    return backend if backend in ("cudnn", "mosaic") else "xla"
+
+
+def _for_all_pairs(backend: Literal["xla", "cudnn", "mosaic"]) -> Literal["xla", "cudnn"]:
+    """Return the backend for what is no packed row of documents, which the kernels for Hopper GPUs leave to cuDNN."""
+    return "cudnn" if backend == "mosaic" else backend

@@ -6,6 +6,7 @@ from flax import linen as nn
 
 from xlstm_jax.distributed.array_utils import axis_size
 from xlstm_jax.distributed.dense import ColumnDense, RowDense, apply_to_same
+from xlstm_jax.kernels.attention.documents import running_max
 from xlstm_jax.models.llama.attention import (
     KVCache,
     append,
@@ -149,7 +150,7 @@ def _document_starts(x: jax.Array, state: KVCache | None, context: Context) -> j
         return jnp.broadcast_to(first[:, None], x.shape[:2])
     slots = _count_from(None if state is None else state.length, x)
     starts = jnp.where(context.document_borders.astype(bool), slots, first[:, None])
-    return jax.lax.cummax(starts, axis=1)
+    return running_max(starts)
 
 
 def _count_from(first: jax.Array | None, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Attention within documents by cuDNN, computed by a GPU."""
+"""Attention within documents, computed by a GPU."""
 
 import functools
 
@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from tolerances import assert_close_by_norm
 
-from xlstm_jax.kernels.attention.api import packed_problem
-from xlstm_jax.kernels.attention.packed import choose_slots, number_documents, packed_attention
+from xlstm_jax.kernels.attention.api import document_attention, mosaic_problem, packed_problem
+from xlstm_jax.kernels.attention.documents import number_documents
+from xlstm_jax.kernels.attention.packed import choose_slots, packed_attention
 
 SMALL = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "gpu" or packed_problem(SMALL, SMALL) is not None,
-    reason="there is no GPU with cuDNN's packed layout",
-)
+HAS_PACKED = jax.default_backend() == "gpu" and packed_problem(SMALL, SMALL) is None
+HAS_MOSAIC = mosaic_problem("bfloat16", 64) is None
+pytestmark = pytest.mark.skipif(not HAS_PACKED, reason="there is no GPU with cuDNN's packed layout")
+of_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="there is no Hopper GPU")
 
 NAMES = "outputs", "gradient of queries", "gradient of keys", "gradient of values"
 LAYOUTS = {
@@ -52,17 +53,32 @@ def run(attend, causal, q, k, v, dout, ids):
     return dict(zip(NAMES, (out, *backward(dout)), strict=True))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("length", "heads", "kv_heads", "head_dim"),
-    [(1024, 4, 4, 64), (1024, 8, 2, 128), (515, 4, 1, 64), (77, 3, 3, 48)],
-)
+def by_mosaic(q, k, v, ids, causal):
+    """Return attention by the kernels for Hopper GPUs."""
+    return document_attention(q, k, v, ids, causal=causal, scale=0.2, backend="mosaic")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_gradients_are_those_of_plain_jax_in_float32(layout, length, heads, kv_heads, head_dim, causal):
+@pytest.mark.parametrize(
+    ("attend", "causal", "length", "heads", "kv_heads", "head_dim"),
+    [
+        (by_cudnn, True, 1024, 4, 4, 64),
+        (by_cudnn, True, 1024, 8, 2, 128),
+        (by_cudnn, False, 515, 4, 1, 64),
+        (by_cudnn, True, 77, 3, 3, 48),
+        pytest.param(by_mosaic, True, 1024, 4, 4, 64, marks=of_mosaic),
+        pytest.param(by_mosaic, True, 2048, 8, 2, 128, marks=of_mosaic),
+        pytest.param(by_mosaic, True, 515, 4, 1, 64, marks=of_mosaic),
+        pytest.param(by_mosaic, True, 77, 3, 3, 128, marks=of_mosaic),
+    ],
+)
+def test_values_and_gradients_are_those_of_plain_jax_in_float32(
+    layout, attend, causal, length, heads, kv_heads, head_dim
+):
     ids = jnp.array([np.repeat(np.arange(len(row)), row) for row in LAYOUTS[layout](length)], jnp.int32)
     inputs = draw(length, heads, kv_heads, head_dim)
     expected = run(plain, causal, *(x.astype(jnp.float32) for x in inputs), ids)
-    actual = run(by_cudnn, causal, *inputs, ids)
+    actual = run(attend, causal, *inputs, ids)
     # Where documents have one position, gradients of queries and keys are zero.
     at_least = np.linalg.norm(np.asarray(expected["gradient of values"], np.float64))
     assert_close_by_norm(actual, expected, relative=1e-2, at_least=1e-1 * at_least)

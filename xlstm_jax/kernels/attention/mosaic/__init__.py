@@ -1,0 +1,1 @@
+"""Attention within documents in kernels for Hopper GPUs."""
