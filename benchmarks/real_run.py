@@ -1,6 +1,6 @@
 """A real training run: xLSTM-160M and its Llama twin learn Python from the packages that are installed here.
 
-    python benchmarks/real_run.py --folder runs/real [--seconds 180] [--only data xlstm llama] [--tiny]
+    python benchmarks/real_run.py [--folder runs/real_run] [--seconds 180] [--only data xlstm llama] [--tiny]
 
 Everything goes through the command line, as a user would type it; each command is printed. The source code of all
 installed packages is tokenised with a tokenizer that is trained on it. Both models train on the same tokens in the same
@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 from support.line_chart import line_chart
+
+from xlstm_jax.cli.gpu_memory import list_gpus
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = {"xlstm": "xlstm_160m", "llama": "llama_160m"}
@@ -149,7 +151,7 @@ def write_results(arguments: argparse.Namespace) -> None:
     folder = arguments.folder
     done = [model for model in EXPERIMENTS if (folder / model / "done.json").exists()]
     table = [
-        "| model | tokens | last loss | validation loss | tokens/s | training s | wall s, all included | killed at step |",
+        "| model | tokens | last loss | validation loss | tokens/s | training s | wall s, all | killed at step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines: dict[str, tuple[list, list]] = {}
@@ -191,7 +193,7 @@ def write_results(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Do what is not done yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where everything is kept")
+    parser.add_argument("--folder", type=Path, default=Path("runs/real_run"), help="where everything is kept")
     parser.add_argument("--seconds", type=float, default=180, help="training time of the xLSTM")
     parser.add_argument("--rate", type=float, default=600_000, help="tokens/s that are expected of the xLSTM")
     parser.add_argument("--steps", type=int, help="instead of --seconds")
@@ -203,6 +205,9 @@ def main() -> None:
     parser.add_argument("--no-kill", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="models for a CPU")
     arguments = parser.parse_args()
+    if not arguments.tiny and not list_gpus():
+        print("There is no GPU: --tiny takes a model for a CPU.")
+        return
     arguments.folder = arguments.folder.resolve()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.steps is None:

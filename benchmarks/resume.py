@@ -29,6 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
+from xlstm_jax.cli.gpu_memory import list_gpus
+
 ROOT = Path(__file__).parent.parent
 MODES = {
     "default": ([], {}),
@@ -256,6 +258,9 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true", help="measure what deterministic kernels cost")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     arguments = parser.parse_args()
+    if not arguments.tiny and not list_gpus():
+        print("There is no GPU: --tiny takes a model for a CPU.")
+        return
     measure = measure_cost if arguments.cost else measure_resuming
     if arguments.folder:
         arguments.folder.mkdir(parents=True)
