@@ -42,7 +42,7 @@ UNKNOWN_GPU = "a100-80"
 """Whose rates stand for those of a device that is in no table: only the order of choices depends on them."""
 OUT_OF_MEMORY_FACTOR = 1.1
 """By how much a step that ran out of memory is taken to exceed its estimate."""
-HOPELESS = 1.15
+HOPELESS = 1.05
 """A run whose smallest estimate exceeds the memory by this factor is refused without compiling it."""
 GIB = 2**30
 
