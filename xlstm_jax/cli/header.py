@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -11,8 +12,10 @@ from rich.text import Text
 from xlstm_jax.cli.gpu_check import gpu_problem
 from xlstm_jax.cli.gpu_memory import current_fraction
 from xlstm_jax.cli.screen import as_command, as_typed
+from xlstm_jax.kernels.attention.api import mosaic_problem
 from xlstm_jax.kernels.mlstm.api import choose_backend as choose_mlstm
 from xlstm_jax.kernels.slstm.api import choose_backend as choose_slstm
+from xlstm_jax.models.llama.attention import choose_backend as choose_attention
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.recipes.run import Run
@@ -107,8 +110,10 @@ def _describe_devices(mesh: Any) -> str:
 
 
 def _describe_kernels(shape: Any) -> str:
+    if isinstance(shape, LlamaConfig):
+        return f"attention: {_describe_attention(shape)}"
     if not isinstance(shape, XLSTMConfig):
-        return f"attention: {shape.attention_backend}" if isinstance(shape, LlamaConfig) else "the model's own"
+        return "the model's own"
     heads, dtype = shape.num_heads, shape.dtype
     chosen = {
         "mlstm": lambda: choose_mlstm(dtype, shape.qk_dim // heads, shape.v_dim // heads),
@@ -120,6 +125,14 @@ def _describe_kernels(shape: Any) -> str:
         name, backend = ("sLSTM", shape.slstm_backend) if kind == "slstm" else ("mLSTM", shape.mlstm_backend)
         lines.append(f"{name}: {chosen[kind]()[1] if backend == 'auto' else backend}")
     return "\n".join(dict.fromkeys(lines))
+
+
+def _describe_attention(shape: LlamaConfig) -> str:
+    backend, dtype = shape.attention_backend, jnp.dtype(shape.dtype)
+    has_documents = shape.mask_across_document_boundaries
+    if backend == "auto" and has_documents and mosaic_problem(dtype, shape.head_dim, causal=shape.causal) is None:
+        return "the kernels for Hopper GPUs, within documents"
+    return choose_attention(dtype, shape.head_dim)[1] if backend == "auto" else backend
 
 
 def _estimate_step_seconds(run: Run) -> float | None:

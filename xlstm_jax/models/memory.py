@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from xlstm_jax.kernels.attention.api import LARGEST_HEAD_DIM
+from xlstm_jax.kernels.attention.mosaic.tiling import tiling_problem as attention_problem
 from xlstm_jax.kernels.attention.packed import choose_slots
 from xlstm_jax.kernels.cross_entropy.plain import kept_dtype
 from xlstm_jax.kernels.mlstm.mosaic.tiling import choose_tiling, tiling_problem
@@ -187,15 +188,19 @@ def _transformer(config: LlamaConfig, placement: Placement) -> _Arrays:
 def _attention(config: LlamaConfig, placement: Placement) -> tuple[float, float, float]:
     """Return what attention saves, how many weights, and what its backward pass holds beside them, for each token."""
     heads, itemsize = config.num_heads / placement.model_axis_size, jnp.dtype(config.dtype).itemsize
-    has_documents, length = config.mask_across_document_boundaries, placement.sequence_length
-    if not placement.has_flash_attention:
+    backend, head_dim, length = config.attention_backend, config.head_dim, placement.sequence_length
+    if backend == "xla" or not placement.has_flash_attention:
         return 0.0, heads * length, 2 * 4 * heads * length
-    if not has_documents:
+    if not config.mask_across_document_boundaries:
         return 0.0, 0.0, 0.0
+    outputs = heads * (itemsize * head_dim + 4)
+    has_kernel = config.causal and config.dtype == "bfloat16" and attention_problem(head_dim) is None
+    if backend != "cudnn" and placement.is_hopper and has_kernel:
+        return outputs, 0.0, 4 * heads
     rows = max(placement.num_tokens // length, 1)
-    slots = choose_slots(rows, length, math.ceil(heads), config.head_dim)
-    if placement.has_packed_attention and config.head_dim <= LARGEST_HEAD_DIM and slots > 1:
-        return heads * (itemsize * config.head_dim + 4), 0.0, 4 * slots * heads * (config.head_dim + 2)
+    slots = choose_slots(rows, length, math.ceil(heads), head_dim)
+    if placement.has_packed_attention and head_dim <= LARGEST_HEAD_DIM and slots > 1:
+        return outputs, 0.0, 4 * slots * heads * (head_dim + 2)
     return 0.0, 0.0, float(itemsize * length)
 
 

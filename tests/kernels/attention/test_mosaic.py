@@ -1,5 +1,7 @@
 """Attention within documents in kernels for Hopper GPUs, where there is none: lowered and simulated."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from kernels.attention import emulation
 from tolerances import assert_close_by_norm
 
+from xlstm_jax.kernels.attention.api import run_mosaic
 from xlstm_jax.kernels.attention.documents import document_bounds, number_documents, running_max
 from xlstm_jax.kernels.attention.mosaic.tiling import HEAD_DIMS, TILINGS, Tiling, Walk
 from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
@@ -58,6 +61,21 @@ def test_simulated_kernels_compute_attention_within_documents(monkeypatch, lengt
     actual = both(*inputs, jnp.asarray(ids), tiling or TILINGS[head_dim], plgpu.InterpretGPUParams())
     expected = emulation.reference(*inputs, ids, 0.1)
     assert_close_by_norm(dict(zip(NAMES, actual, strict=True)), dict(zip(NAMES, expected, strict=True)), relative=5e-3)
+
+
+@needs_mosaic
+@on_a_simulated_gpu
+def test_rows_that_do_not_fill_tiles_are_padded():
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    ids = ids_of([[1, 5, 3, 21], [30]])
+    *inputs, dout = draw(*ids.shape, 1, 1, 64)
+    run = functools.partial(run_mosaic, segment_ids=jnp.asarray(ids), scale=0.1, interpret=plgpu.InterpretGPUParams())
+    out, backward = jax.vjp(run, *inputs)
+    expected = emulation.reference(*inputs, dout, ids, 0.1)
+    assert_close_by_norm(
+        dict(zip(NAMES, (out, *backward(dout)), strict=True)), dict(zip(NAMES, expected, strict=True)), relative=5e-3
+    )
 
 
 @needs_mosaic

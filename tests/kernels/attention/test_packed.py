@@ -16,6 +16,7 @@ from tolerances import assert_close
 from xlstm_jax.kernels.attention import api, packed
 from xlstm_jax.kernels.attention.documents import number_documents
 from xlstm_jax.kernels.attention.packed import packed_attention
+from xlstm_jax.kernels.hopper import NEEDED_JAX
 from xlstm_jax.kernels.log import say_once
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.llama import attention as llama_attention
@@ -73,6 +74,7 @@ def hopper(monkeypatch):
     """Pretend that there is a Hopper GPU, and that `auto` takes cuDNN."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [HOPPER])
+    monkeypatch.setattr(api, "hopper_problem", lambda: "it is not asked for")
     say_once.cache_clear()
 
 
@@ -163,13 +165,13 @@ def test_the_longer_rows_are_the_fewer_slots_they_have(shape, slots):
     assert of_row * shape[0] <= 2**31
 
 
-def gradient_text(remat="none", length=256):
+def gradient_text(remat="none", length=256, head_dim=16):
     """Lower a gradient of a Llama of two blocks for GPUs."""
     config = LlamaConfig(
         vocab_size=32,
-        embedding_dim=32,
+        embedding_dim=2 * head_dim,
         num_blocks=2,
-        head_dim=16,
+        head_dim=head_dim,
         dtype="bfloat16",
         mask_across_document_boundaries=True,
         remat=remat,
@@ -193,6 +195,17 @@ def test_no_array_of_a_step_on_a_hopper_gpu_has_two_axes_of_the_sequence():
     assert packed.BACKWARD in text
     shapes = [shape.split("x") for shape in re.findall(r"tensor<([0-9x]+)x[a-z]", text)]
     assert not [shape for shape in shapes if shape.count("250") > 1]
+
+
+@pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("remat", "kernels"), [("none", 3), ("norms", 3), ("dots", 3), ("full", 4)])
+def test_auto_takes_the_kernels_and_only_full_rematerialisation_runs_them_again(monkeypatch, remat, kernels):
+    monkeypatch.setattr(api, "hopper_problem", lambda: None)
+    text = gradient_text(remat, length=250, head_dim=64)
+    assert text.count("mosaic_gpu_v2") == kernels
+    shapes = [shape.split("x") for shape in re.findall(r"tensor<([0-9x]+)x[a-z]", text)]
+    assert not [shape for shape in shapes if shape.count("250") > 1 or shape.count("256") > 1]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -238,8 +251,43 @@ def describe(line):
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("backend", "not_mosaic", "not_packed", "form", "description"),
+    [
+        ("auto", None, None, "mosaic", "the kernels for Hopper GPUs"),
+        ("auto", "it is old", None, "packed", "cuDNN's packed layout, as it is old"),
+        ("auto", "it is old", "it is older", "mask", "a mask of all pairs of positions, as it is older"),
+        ("cudnn", None, None, "packed", "cuDNN's packed layout, as cudnn is the backend"),
+        ("xla", None, None, "mask", "a mask of all pairs of positions, as XLA computes attention"),
+    ],
+)
+def test_the_best_form_that_can_run_is_taken(monkeypatch, backend, not_mosaic, not_packed, form, description):
+    monkeypatch.setattr(api, "mosaic_problem", lambda *_, **__: not_mosaic)
+    monkeypatch.setattr(api, "packed_problem", lambda *_: not_packed)
+    q, k, *_ = draw()
+    assert api.choose_form(q, k, causal=True, scale=1.0, backend=backend) == (form, description)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "options", "problem"),
+    [
+        ("bfloat16", 128, {}, None),
+        ("float16", 128, {}, "bfloat16, not float16"),
+        ("bfloat16", 96, {}, "64 or 128 features, not 96"),
+        ("bfloat16", 64, {"causal": False}, "causal"),
+        ("bfloat16", 64, {"scale": -1.0}, "above zero"),
+    ],
+)
+def test_the_kernels_need_shapes_that_they_are_written_for(monkeypatch, dtype, head_dim, options, problem):
+    monkeypatch.setattr(api, "hopper_problem", lambda: None)
+    found = api.mosaic_problem(dtype, head_dim, **options)
+    assert found is None if problem is None else problem in found
+
+
+@pytest.mark.usefixtures("hopper")
 def test_a_device_without_the_packed_layout_says_that_it_builds_a_mask(monkeypatch, caplog):
     monkeypatch.setattr(api, "packed_problem", lambda *_: "it is old")
+    monkeypatch.setattr(api, "mosaic_problem", lambda *_, **__: "it is not new")
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **__: q)
     q, k, v, _ = draw()
     with caplog.at_level(logging.INFO, logger=api.__name__):

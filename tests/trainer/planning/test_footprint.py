@@ -86,18 +86,20 @@ def test_the_cell_in_plain_jax_needs_more_than_the_kernels(states):
     assert step_memory(setup, a100, states["162m"]) > step_memory(setup, H200, states["162m"])
 
 
-@pytest.mark.parametrize(("accelerator", "masks"), [("h200", 0), ("b200", 0), ("a100-80", 1)])
-def test_only_gpus_without_packed_attention_hold_a_mask_of_all_pairs(accelerator, masks):
+MASK, SLOTS, KERNELS = 2 * 4 * 8192**2, 4 * 8192 * 4 * 16 * (64 + 2), 0
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "backend", "expected"),
+    [("h200", "auto", KERNELS), ("h200", "cudnn", SLOTS), ("b200", "auto", SLOTS), ("a100-80", "auto", MASK)],
+)
+def test_documents_cost_a_mask_or_slots_where_there_are_no_kernels(accelerator, backend, expected):
     shape = LlamaConfig(vocab_size=128, embedding_dim=64, num_blocks=2, head_dim=64, dtype="bfloat16")
-    setups = [
-        make_setup(
-            shape=dataclasses.replace(shape, mask_across_document_boundaries=documents),
-            remat="full",
-            rows=4,
-            length=8192,
-        )
-        for documents in (True, False)
-    ]
-    packed, whole = (step_memory(setup, find_accelerator(accelerator)) for setup in setups)
-    slots = 4 * 8192 * 4 * 16 * (64 + 2)
-    assert packed - whole == pytest.approx(2 * 4 * 8192**2 if masks else slots, rel=0.1)
+    state = state_bytes(make_setup(shape=shape))
+
+    def memory(documents):
+        options = {"attention_backend": backend, "mask_across_document_boundaries": documents}
+        setup = make_setup(shape=dataclasses.replace(shape, **options), remat="full", rows=4, length=8192)
+        return step_memory(setup, find_accelerator(accelerator), state)
+
+    assert memory(True) - memory(False) == pytest.approx(expected, abs=0.1 * SLOTS)

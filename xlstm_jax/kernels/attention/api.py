@@ -17,7 +17,9 @@ from xlstm_jax.kernels.log import say_once
 
 LOGGER = logging.getLogger(__name__)
 
-Backend = Literal["xla", "cudnn", "mosaic"]
+Backend = Literal["auto", "xla", "cudnn", "mosaic"]
+Form = Literal["mosaic", "packed", "mask"]
+"""How documents are kept apart: kernels for Hopper GPUs, cuDNN's packed layout, or a mask of all pairs of positions."""
 LARGEST_HEAD_DIM = 128
 
 
@@ -59,29 +61,68 @@ def document_attention(
 ) -> Float[Array, "b s hq d"]:
     """Compute attention within documents: each run of equal ids in a row is one.
 
-    With `mosaic`, and with `cudnn` on Hopper GPUs and later ones, only pairs of positions within a document are
-    computed, and no array has all pairs of positions. Elsewhere a mask of all pairs is built.
+    `mosaic`, and `cudnn` on Hopper GPUs and later ones, compute only pairs of positions within a document, and have no
+    array of all pairs. Elsewhere a mask of all pairs is built. `auto` is for GPUs, and takes the best of these.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if backend == "mosaic":
-        if problem := mosaic_problem(q.dtype, q.shape[-1], scale=scale, causal=causal):
-            raise ValueError(f"The attention backend 'mosaic' cannot run here: {problem}. Choose 'auto'.")
-        say_once(LOGGER, "Attention within documents: the kernels for Hopper GPUs.")
-        return _mosaic(q, k, v, segment_ids, scale)
-    if backend == "cudnn":
-        problem = packed_problem(q, k)
-        form = "cuDNN's packed layout" if problem is None else f"a mask of all pairs of positions, as {problem}"
-        say_once(LOGGER, f"Attention within documents: {form}.")
-        if problem is None:
-            documents, slots = number_documents(segment_ids), packed.choose_slots(*q.shape)
-            return packed.packed_attention(q, k, v, documents, causal, scale, slots)
+    form, description = choose_form(q, k, causal=causal, scale=scale, backend=backend)
+    if backend != "xla":
+        say_once(LOGGER, f"Attention within documents: {description}.")
+    if form == "mosaic":
+        return run_mosaic(q, k, v, segment_ids, scale)
     documents = number_documents(segment_ids)
+    if form == "packed":
+        return packed.packed_attention(q, k, v, documents, causal, scale, packed.choose_slots(*q.shape))
     mask = (documents[:, :, None] == documents[:, None, :])[:, None]
-    return attention(q, k, v, mask, causal=causal, scale=scale, backend=backend)
+    return attention(q, k, v, mask, causal=causal, scale=scale, backend="xla" if backend == "xla" else "cudnn")
 
 
-def _mosaic(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float) -> jax.Array:
-    """Fill rows up to whole tiles, with a document of their own, and run the kernels."""
+def choose_form(
+    q: Float[Array, "b s hq d"],
+    k: Float[Array, "b s hk d"],
+    *,
+    causal: bool,
+    scale: float,
+    backend: Backend,
+) -> tuple[Form, str]:
+    """Return how documents are kept apart, and what is to be said about it.
+
+    Raises:
+        ValueError: If the backend is `mosaic` and cannot run, with the reason.
+    """
+    if backend == "xla":
+        return "mask", "a mask of all pairs of positions, as XLA computes attention"
+    not_mosaic = f"{backend} is the backend"
+    if backend != "cudnn":
+        not_mosaic = mosaic_problem(q.dtype, q.shape[-1], scale=scale, causal=causal)
+        if not_mosaic is None:
+            return "mosaic", "the kernels for Hopper GPUs"
+        if backend == "mosaic":
+            raise ValueError(f"The attention backend 'mosaic' cannot run here: {not_mosaic}. Choose 'auto'.")
+    not_packed = packed_problem(q, k)
+    if not_packed is None:
+        return "packed", f"cuDNN's packed layout, as {not_mosaic}"
+    return "mask", f"a mask of all pairs of positions, as {not_packed}"
+
+
+def run_mosaic(
+    q: Float[Array, "b s hq d"],
+    k: Float[Array, "b s hk d"],
+    v: Float[Array, "b s hk d"],
+    segment_ids: Int[Array, "b s"],
+    scale: float,
+    interpret: Any = None,
+) -> Float[Array, "b s hq d"]:
+    """Run the kernels for Hopper GPUs. Rows are padded to whole tiles, with a document of their own.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        segment_ids: Each run of equal ids in a row is a document.
+        scale: Multiplies the products of queries and keys.
+        interpret: How to simulate a GPU on a CPU.
+    """
     # Only here: it does not exist in the versions of JAX that other devices are content with.
     from xlstm_jax.kernels.attention.mosaic.attention import mosaic_attention
 
@@ -94,7 +135,7 @@ def _mosaic(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, sc
         ends = jnp.pad(ends, rest, constant_values=length + missing)
     # Traced and lowered once for all layers of a model.
     run: Any = jax.jit(mosaic_attention, static_argnums=(5, 6, 7))
-    return run(q, k, v, starts, ends, tiling, scale, None)[:, :length]
+    return run(q, k, v, starts, ends, tiling, scale, interpret)[:, :length]
 
 
 def mosaic_problem(dtype: DTypeLike, head_dim: int, *, scale: float = 1.0, causal: bool = True) -> str | None:

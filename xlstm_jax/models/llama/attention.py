@@ -129,9 +129,9 @@ def multihead_attention(
         segment_ids: Positions see only their own segment.
         causal: Positions see only themselves and those before.
         qk_scale: Multiplies the products of queries and keys; `1/sqrt(d)` by default.
-        backend: `xla`, which runs on every device, `cudnn`, on NVIDIA GPUs and with bfloat16 or float16, `mosaic`, the
-            kernels for Hopper GPUs, for causal segments in bfloat16 that are contiguous, or `auto`, the fastest one
-            that can run.
+        backend: `xla`, which runs on every device, `cudnn`, on NVIDIA GPUs and with bfloat16 or float16, `mosaic`, our
+            kernels for Hopper GPUs, which compute contiguous segments and leave the rest to cuDNN, or `auto`, the
+            fastest one that can run.
         contiguous_segments: Each run of equal ids is a segment of its own, as in rows of packed documents. Then Hopper
             GPUs need no mask of all pairs of positions.
 
@@ -140,7 +140,8 @@ def multihead_attention(
     """
     chosen = resolve_backend(backend, q.dtype, q.shape[-1])
     if segment_ids is not None and contiguous_segments:
-        return document_attention(q, k, v, segment_ids, causal=causal, scale=qk_scale, backend=chosen)
+        form = "auto" if backend == "auto" and chosen == "cudnn" else chosen
+        return document_attention(q, k, v, segment_ids, causal=causal, scale=qk_scale, backend=form)
     mask = None if segment_ids is None else segment_mask(segment_ids)
     if mask is not None and chosen != "xla":
         say_once(LOGGER, "Attention within segments: a mask of all pairs of positions, as contiguous_segments is off.")

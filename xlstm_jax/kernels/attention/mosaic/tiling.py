@@ -37,9 +37,10 @@ class Tiling:
 
 
 TILINGS = {
-    64: Tiling(Walk(128, 8, 2), Walk(128, 8, 2), Walk(64, 16, 2)),
-    128: Tiling(Walk(128, 4, 2), Walk(128, 4, 1), Walk(64, 8, 1)),
+    64: Tiling(Walk(128, 8, 2), Walk(64, 16, 2), Walk(128, 8, 2)),
+    128: Tiling(Walk(128, 4, 2), Walk(64, 8, 1), Walk(64, 8, 1)),
 }
+"""The fastest of those measured on an H200 for documents of 1000 tokens on average."""
 
 
 def tiling_problem(head_dim: int, scale: float = 1.0) -> str | None:
