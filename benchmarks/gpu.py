@@ -373,8 +373,10 @@ def render_page(results: Results) -> str:
         f"Tokens/s are the median of the training log after step {FIRST_STEP}, up to step {LAST_STEP}, of runs as "
         "shipped: nothing is set but the batch size and `data=synthetic`, which draws random tokens in packed "
         "documents of about 1000 tokens. MFU takes the FLOPs that the trainer counts, 6N-MFU six FLOPs per parameter "
-        "and token. The first step is counted from the start of the process, with an empty compilation cache. The "
-        "ratio to the peer takes the fastest of them that does not separate documents.",
+        "and token. MFU counts attention over all pairs of positions, so a kernel that skips pairs, of later positions "
+        "or of other documents, raises it; 6N-MFU leaves attention out. The first step is counted from the start of "
+        "the process, with an empty compilation cache. The ratio to the peer takes the fastest of them that does not "
+        "separate documents.",
         "\n".join(f"- {name}: {value}" for name, value in machine.items()),
         table(COLUMNS, [cells(results, row) for row in rows]),
     ]
@@ -480,7 +482,7 @@ def describe_commands(results: Results, rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         for part, entry in results.values["rows"][row.name].items():
             if "command" in entry:
-                end = f"; killed after step {LAST_STEP}" if part == "log" else ""
+                end = "; steps {} to {} of the log".format(*entry["steps"]) if part == "log" else ""
                 yield f"{row.name}, {part}: `{entry['command']}`{end}"
 
 

@@ -123,6 +123,27 @@ def test_the_rows_of_a_device_are_what_is_divided():
     assert part.settings["gradient_accumulate_steps"] < whole.settings["gradient_accumulate_steps"]
 
 
+@pytest.mark.parametrize(
+    ("experiment", "rows", "gib"),
+    [
+        ("xlstm_160m", 16, 55.76),
+        ("xlstm_160m", 256, 108.91),
+        ("xlstm_400m", 16, 125.67),
+        ("xlstm_1_4b", 8, 119.69),
+        ("llama_160m", 16, 52.12),
+        ("llama_1_4b", 8, 121.49),
+    ],
+)
+def test_the_estimate_of_a_recipe_is_near_the_peak_that_was_measured(experiment, rows, gib):
+    """The peaks of runs as shipped on one H200, jax 0.11.2: the settings are those that were chosen there."""
+    settings = compose([f"experiment={experiment}", "data=synthetic", f"batch_size={rows}"])
+    devices = h200()._replace(memory_limit=142606336000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "state_bytes", state_bytes)
+        performance = resolve_performance(build_run(settings), settings, devices, None)
+    assert performance.estimate / GIB == pytest.approx(gib, rel=0.05)
+
+
 def test_manual_takes_all_settings_as_they_are():
     performance = resolve("performance=manual")
     assert performance.settings == {}
