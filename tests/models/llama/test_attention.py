@@ -2,11 +2,14 @@
 
 import logging
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 from tolerances import assert_close
 
+from xlstm_jax.kernels.attention import api as kernel
 from xlstm_jax.kernels.log import say_once
 from xlstm_jax.models.llama import attention
 from xlstm_jax.models.llama.attention import (
@@ -47,6 +50,44 @@ def test_attention_is_a_softmax_mean_of_values_with_scale_one_over_root_head_dim
         for head in range(6):
             expected = softmax_mean(q[row, :, head], k[row, :, head // 3], v[row, :, head // 3], sees[row], scale)
             assert_close(out[row, :, head], expected)
+
+
+def test_segments_need_not_be_contiguous_but_runs_are_segments_of_their_own_where_they_are_said_to_be():
+    q, k, v = draw()
+    scattered, runs = jnp.array([[0, 1, 1, 0, 2, 0, 0]] * 2), jnp.array([[0, 1, 1, 2, 3, 4, 4]] * 2)
+    for contiguous, ids in ((False, scattered), (True, runs)):
+        out = multihead_attention(q, k, v, scattered, contiguous_segments=contiguous)
+        sees = (ids[0][:, None] == ids[0]) & np.tril(np.ones((7, 7), bool))
+        assert_close(out[1, :, 4], softmax_mean(q[1, :, 4], k[1, :, 1], v[1, :, 1], sees, 0.5))
+
+
+def test_attention_within_documents_is_the_same_on_a_mesh():
+    q, k, v = draw(b=8)
+    ids = jnp.cumsum(jnp.asarray(np.random.default_rng(0).random((8, 7)) < 0.3), axis=1)
+
+    def attend(q, k, v, ids):
+        return multihead_attention(q, k, v, ids, backend="auto", contiguous_segments=True)
+
+    mesh, spec = Mesh(np.array(jax.devices()), ("dp",)), PartitionSpec("dp")
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
+    assert_close(sharded(q, k, v, ids), multihead_attention(q, k, v, ids))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_an_odd_length_is_padded_for_cudnn_without_effect(monkeypatch, causal, has_mask):
+    q, k, v = draw(s=7)
+    mask = segment_mask(jnp.array([[0, 0, 1, 1, 1, 1, 1]] * 2)) if has_mask else None
+    expected = kernel.attention(q, k, v, mask, causal=causal, scale=None, backend="xla")
+    plain = jax.nn.dot_product_attention
+
+    def on_xla(q, *arguments, implementation, **options):
+        assert implementation == "cudnn"
+        assert q.shape[1] == 8
+        return plain(q, *arguments, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_xla)
+    assert_close(kernel.attention(q, k, v, mask, causal=causal, scale=None, backend="cudnn"), expected)
 
 
 def test_a_segment_mask_is_true_within_segments():
@@ -107,7 +148,12 @@ def test_frequencies_need_positions_or_a_length():
 
 @pytest.mark.parametrize(
     ("backend", "message"),
-    [("pallas_triton", "use 'cudnn' .* or 'xla'"), ("flash", "only auto, xla, cudnn"), ("cudnn", "bfloat16")],
+    [
+        ("pallas_triton", "use 'cudnn' .* or 'xla'"),
+        ("flash", "only auto, xla, cudnn, mosaic"),
+        ("mosaic", "bfloat16"),
+        ("cudnn", "bfloat16"),
+    ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_a_way_out(backend, message):
     with pytest.raises(ValueError, match=message):
