@@ -3,12 +3,20 @@
 import dataclasses
 import functools
 import json
+import types
 
 import pytest
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import compose
-from xlstm_jax.recipes.performance import PERFORMANCE_FILE, Devices, given_settings, reject, resolve_performance
+from xlstm_jax.recipes.performance import (
+    PERFORMANCE_FILE,
+    Devices,
+    given_settings,
+    reject,
+    resolve_performance,
+    usable_memory,
+)
 from xlstm_jax.recipes.run_config import build_run
 from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
 from xlstm_jax.trainer.planning import performance as planning
@@ -153,6 +161,20 @@ def test_manual_takes_all_settings_as_they_are():
 def test_a_cpu_keeps_the_defaults():
     cpu = Devices("cpu", "cpu", h200().axis_sizes, None)
     assert resolve(devices=cpu).settings == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "statistics", "limit"),
+    [
+        ("NVIDIA H200", {"bytes_limit": 100}, 100),
+        ("NVIDIA H200", None, int(0.9 * 141e9)),
+        ("NVIDIA Future", None, None),
+        ("cpu", None, None),
+    ],
+)
+def test_the_memory_is_what_the_device_reports_or_most_of_what_it_has(kind, statistics, limit):
+    device = types.SimpleNamespace(device_kind=kind, memory_stats=lambda: statistics)
+    assert usable_memory(device) == limit
 
 
 def test_a_device_that_is_in_no_table_gets_a_choice_too():

@@ -42,6 +42,8 @@ UNKNOWN_GPU = "a100-80"
 """Whose rates stand for those of a device that is in no table: only the order of choices depends on them."""
 OUT_OF_MEMORY_FACTOR = 1.1
 """By how much a step that ran out of memory is taken to exceed its estimate."""
+UNREPORTED_SHARE = 0.9
+"""Of the memory in the data sheet, taken as the limit where the device reports none."""
 HOPELESS = 1.05
 """A run whose smallest estimate exceeds the memory by this factor is refused without compiling it."""
 GIB = 2**30
@@ -102,7 +104,18 @@ class Performance:
 def describe_devices(mesh: Mesh) -> Devices:
     """Describe the devices of a mesh; the memory is that of this process's first one."""
     device = mesh.local_devices[0]
-    return Devices(device.platform, device.device_kind, dict(mesh.shape), memory_limit(device))
+    return Devices(device.platform, device.device_kind, dict(mesh.shape), usable_memory(device))
+
+
+def usable_memory(device: Any) -> int | None:
+    """Return the bytes of a device that JAX may allocate: what the device reports, or most of what its data sheet says.
+
+    Some allocators report nothing. `None` if the device is in no table either.
+    """
+    limit, accelerator = memory_limit(device), of_device_kind(device.device_kind)
+    if limit is None and accelerator is not None:
+        return int(UNREPORTED_SHARE * accelerator.memory)
+    return limit
 
 
 def planned_devices(accelerator: Accelerator, axis_sizes: Mapping[str, int]) -> Devices:
