@@ -47,7 +47,7 @@ def calls(gpu, monkeypatch):
 
     def measure_log(row, folder, limit, settings):
         made.append((row.experiment, "log"))
-        return {"tokens_per_second": 200.0, "settings": "all chosen", "command": "xlstm-jax train"}
+        return {"tokens_per_second": 200.0, "settings": "all chosen", "command": "xlstm-jax train", "steps": [30, 90]}
 
     def measure_step(row, folder, limit, settings):
         made.append((row.experiment, "step"))
@@ -123,7 +123,9 @@ def test_the_page_says_what_is_not_measured_yet(gpu, calls, tmp_path):
 
 
 def test_without_a_gpu_the_page_is_written_and_nothing_measured(gpu, calls, tmp_path, monkeypatch, capsys):
-    gpu.Results(tmp_path, "2000-01-01").put(gpu.ROWS[0], "log", {"tokens_per_second": 321.0, "command": "a"})
+    gpu.Results(tmp_path, "2000-01-01").put(
+        gpu.ROWS[0], "log", {"tokens_per_second": 321.0, "command": "a", "steps": [30, 90]}
+    )
     monkeypatch.setattr(gpu, "list_gpus", list)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path), "--date", "2000-01-01"])
     gpu.main()
