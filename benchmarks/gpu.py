@@ -503,16 +503,21 @@ def ratio(value: float | None, base: float | None, form: str) -> str:
 
 
 def render_chart(results: Results) -> str | None:
-    """Draw the throughput of each experiment and its peer, if anything was measured."""
+    """Draw the 6N-MFU of each experiment and its peer, labelled with their tokens/s, if anything was measured."""
     groups = {}
     for row in ROWS:
-        rate, peer = results.get(row, "log").get("tokens_per_second"), best_peer(results, row)
-        bars = [Bar("xlstm_jax", rate, f"{rate:,.0f}")] if rate else []
-        bars += [Bar("PyTorch peer", peer, f"{peer:,.0f}")] if rate and peer else []
-        if bars:
-            groups[f"{row.experiment}, b{row.batch}"] = bars
+        log, peer = results.get(row, "log"), best_peer(results, row)
+        if not log.get("mfu_6n"):
+            continue
+        # Both have the same parameters, so that shares are in the ratio of rates.
+        rates = {"xlstm_jax": log["tokens_per_second"], "PyTorch peer": peer}
+        groups[f"{row.experiment}, b{row.batch}"] = [
+            Bar(series, share := log["mfu_6n"] * rate / log["tokens_per_second"], f"{share:.2f} ({rate:,.0f} tokens/s)")
+            for series, rate in rates.items()
+            if rate
+        ]
     gpu = results.values.get("machine", {}).get("GPU", "GPU").partition(",")[0]
-    return bar_chart(f"Training, tokens/s on one {gpu}; each experiment has its own scale", groups) if groups else None
+    return bar_chart(f"Training on one {gpu}: 6N-MFU (tokens/s)", groups) if groups else None
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from html import escape
 
-WIDTH, LABEL_WIDTH, VALUE_WIDTH = 720, 150, 130
+WIDTH, LABEL_WIDTH, VALUE_WIDTH = 720, 150, 170
 BAR_HEIGHT, GROUP_GAP, TITLE_HEIGHT, LEGEND_HEIGHT = 18, 14, 34, 30
 COLORS = ("#1f6feb", "#8b949e", "#bf8700", "#1a7f37")
 FONT = "font-family='-apple-system, Segoe UI, Helvetica, Arial, sans-serif' font-size='13'"
@@ -21,7 +21,7 @@ class Bar:
 
 
 def bar_chart(title: str, groups: dict[str, Sequence[Bar]]) -> str:
-    """Draw horizontal bars; the longest bar of each group has the full width.
+    """Draw horizontal bars on one scale; the longest bar has the full width.
 
     Args:
         title: What is shown.
@@ -32,11 +32,11 @@ def bar_chart(title: str, groups: dict[str, Sequence[Bar]]) -> str:
     """
     series = list(dict.fromkeys(bar.series for bars in groups.values() for bar in bars))
     colors = {name: COLORS[index % len(COLORS)] for index, name in enumerate(series)}
+    longest = max((bar.value for bars in groups.values() for bar in bars), default=0)
     parts, top = [], TITLE_HEIGHT
     for group, bars in groups.items():
         middle = top + len(bars) * BAR_HEIGHT / 2
         parts.append(_text(LABEL_WIDTH - 10, middle, group, anchor="end"))
-        longest = max((bar.value for bar in bars), default=0)
         for bar in bars:
             length = (WIDTH - LABEL_WIDTH - VALUE_WIDTH) * bar.value / longest if longest else 0
             parts.append(

@@ -174,7 +174,7 @@ def test_an_incomplete_last_row_of_a_log_is_left_out(gpu, tmp_path):
     assert gpu.read_rows(log) == [{"log_step": 10}]
 
 
-def test_bars_have_lengths_in_proportion_within_their_group(monkeypatch):
+def test_bars_of_all_groups_have_one_scale(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from support.bar_chart import Bar, bar_chart
 
@@ -182,9 +182,19 @@ def test_bars_have_lengths_in_proportion_within_their_group(monkeypatch):
     root = ElementTree.fromstring(bar_chart("t", groups))
     bars = [element for element in root.iter() if element.tag.endswith("rect") and element.get("height") == "16"]
     lengths = [float(bar.get("width")) for bar in bars]
-    assert lengths[0] == lengths[2] == 4 * lengths[1] > 0
+    assert lengths[0] == 4 * lengths[1] == 20 * lengths[2] > 0
     assert bars[0].get("fill") == bars[2].get("fill") != bars[1].get("fill")
     assert {"a", "b & c", "40", "10", "2", "x", "y"} <= {element.text for element in root.iter()}
+
+
+def test_the_chart_compares_shares_of_the_peak_by_tokens_per_second(gpu, tmp_path):
+    results = gpu.Results(tmp_path, "2000-01-01")
+    row = gpu.ROWS[0]
+    results.put(row, "log", {"tokens_per_second": 2000.0, "mfu_6n": 0.6})
+    results.put(row, f"peer:{row.peers[0]}", {"tokens_per_second": 1000.0})
+    chart = gpu.render_chart(results)
+    assert "0.60 (2,000 tokens/s)" in chart
+    assert "0.30 (1,000 tokens/s)" in chart
 
 
 @pytest.mark.parametrize(
