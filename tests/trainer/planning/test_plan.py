@@ -6,7 +6,7 @@ import json
 
 import pytest
 from rich.console import Console
-from trainer.planning.setups import make_setup
+from trainer.planning.setups import LLAMA, make_setup
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.models.cost import model_cost
@@ -51,6 +51,14 @@ def test_memory_of_an_accelerator_is_that_of_the_formula(plan):
     setup = make_setup(dp=2, fsdp=4, rows=16, accumulation=2)
     assert plan.memory == step_memory(setup, find_accelerator("h100"))
     assert "estimated by formula" in text_of(render(plan), 100)
+
+
+def test_activations_are_those_that_the_accelerator_saves_and_not_those_traced_on_this_machine():
+    shape = dataclasses.replace(LLAMA, dtype="bfloat16", head_dim=64, embedding_dim=64)
+    setup = make_setup(shape=shape, rows=1, length=1024)
+    weights = shape.num_blocks * 1024**2 * 2  # of all pairs of positions, which plain attention saves
+    h100 = make_plan(setup, "h100", compiles=False)
+    assert h100.activations < weights < make_plan(setup, "cpu", compiles=False).activations
 
 
 def test_without_a_formula_or_a_compilation_memory_is_a_lower_bound(plan):

@@ -10,13 +10,14 @@ import dataclasses
 from typing import Any
 
 from xlstm_jax.models.cost import Flops, model_cost
+from xlstm_jax.models.memory import activation_memory
 from xlstm_jax.trainer.accelerators import Accelerator, find_accelerator
 from xlstm_jax.trainer.planning.abstract import AbstractTrainer
 from xlstm_jax.trainer.planning.activations import kept_activations
 from xlstm_jax.trainer.planning.communication import count_communication
 from xlstm_jax.trainer.planning.compiled import CompiledMemory
 from xlstm_jax.trainer.planning.estimate import Assumptions, StepTime, measured_cpu, step_flops, step_time
-from xlstm_jax.trainer.planning.footprint import step_memory
+from xlstm_jax.trainer.planning.footprint import placement_of, step_memory
 from xlstm_jax.trainer.planning.memory import (
     Parameter,
     PersistentMemory,
@@ -44,9 +45,9 @@ class Plan:
     gradients: int
     """Bytes of the gradients on a device: they lie where the parameters lie."""
     activations: int
-    """Bytes that a minibatch leaves for the backward pass, in the precision of the model."""
+    """Bytes that the forward pass of a minibatch saves for the backward pass, kept logits included."""
     logits: int
-    """Bytes of the logits that the loss holds at once; their gradients take as much."""
+    """Bytes of the logits that the loss holds at once."""
     compiled: CompiledMemory | None
     """What the compiled step needs; `None` if nothing was compiled."""
     flops: Flops
@@ -150,7 +151,10 @@ def make_plan(
     assumptions = assumptions or Assumptions()
     trainer = AbstractTrainer.from_setup(setup)
     memory, communication = persistent_memory(trainer), count_communication(trainer.traced)
-    minibatch_tokens = setup.rows // setup.accumulation * setup.context_length
+    has_formula = bool(accelerator.device_kinds)
+    activations, logits = (
+        _formula_activations(setup, accelerator) if has_formula else _traced_activations(setup, trainer)
+    )
     return Plan(
         model=type(setup.shape).__name__.removesuffix("Config"),
         num_parameters=model_cost(setup.shape, sequence_length=setup.context_length).parameters,
@@ -162,8 +166,8 @@ def make_plan(
         remat=remat_of(setup.shape),
         persistent=memory,
         gradients=memory.parameters,
-        activations=kept_activations(trainer),
-        logits=logits_memory(trainer, minibatch_tokens),
+        activations=activations,
+        logits=logits,
         compiled=compiled_memory(setup) if compiles else None,
         flops=step_flops(setup),
         communication={"+".join(axes): volume for axes, volume in communication.items()},
@@ -172,6 +176,18 @@ def make_plan(
         time=step_time(setup, memory, communication, accelerator, assumptions),
         num_steps=num_steps,
         parameters=list_parameters(trainer),
-        estimated=step_memory(setup, accelerator) if accelerator.device_kinds else None,
+        estimated=step_memory(setup, accelerator) if has_formula else None,
         performance=performance,
     )
+
+
+def _formula_activations(setup: Setup, accelerator: Accelerator) -> tuple[int, int]:
+    """Return the bytes that a minibatch saves on an accelerator, and those of the logits that the loss holds."""
+    memory = activation_memory(setup.shape, placement_of(setup, accelerator))
+    return memory.saved + memory.kept_logits, memory.logits_chunk
+
+
+def _traced_activations(setup: Setup, trainer: AbstractTrainer) -> tuple[int, int]:
+    """Return the same for the loss as traced on this machine, where attention and cells are plain JAX."""
+    minibatch_tokens = setup.rows // setup.accumulation * setup.context_length
+    return kept_activations(trainer), logits_memory(trainer, minibatch_tokens)

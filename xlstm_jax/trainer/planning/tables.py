@@ -88,13 +88,14 @@ def _run_table(plan: Plan) -> Table:
 def _memory_table(plan: Plan) -> Table:
     table = _table("Memory of a device", "part", "GiB", "how it is known")
     persistent = plan.persistent
+    method = "traced" if plan.estimated is None else "by formula"
     rows = [
         ("parameters", persistent.parameters, "exact"),
         ("optimizer state", persistent.optimizer, "exact"),
         ("batch, metrics and other state", persistent.batch + persistent.other, "exact"),
-        ("saved by the forward pass", plan.activations, f"traced, for one minibatch, remat {plan.remat}"),
+        ("saved by the forward pass", plan.activations, f"{method}, for one minibatch, remat {plan.remat}"),
         ("gradients", plan.gradients, "as large as parameters"),
-        ("logits of a chunk", plan.logits, "float32; as much again for their gradients"),
+        ("logits of a chunk", plan.logits, method),
     ]
     for name, size, source in rows:
         table.add_row(name, f"{size / GIB:,.2f}", source)
