@@ -1,6 +1,7 @@
 """How much text a set holds, whether it is stored as text or as tokens, and what compressors make of it."""
 
 import gzip
+import lzma
 
 import pytest
 
@@ -43,6 +44,21 @@ def test_tokens_on_disk_measure_the_same_as_the_text_they_were_made_of(source, t
     measures = measure_text(config, max_bytes=10**6)
     assert measures.num_bytes == sum(len(text.encode()) for text in TEXTS)
     assert measures.num_tokens == manifests["train"].num_tokens + 3
+
+
+def test_primed_xz_has_read_the_training_text_and_plain_xz_has_not(source):
+    training = TextFilesDataConfig(data_path=source, tokenizer_path="byte", global_batch_size=8, max_target_length=16)
+    measures = measure_text(training, 10**6, training=[training], max_training_bytes=10**6)
+    content = "".join(TEXTS).encode()
+    primed = 8 * (len(lzma.compress(content * 2, preset=9)) - len(lzma.compress(content, preset=9))) / len(content)
+    assert measures.compressors["primed xz"] == primed
+    assert primed < measures.compressors["xz"] / 2  # It has seen this very text.
+
+
+def test_xz_is_not_primed_with_a_part_of_the_training_text(source):
+    config = TextFilesDataConfig(data_path=source, tokenizer_path="byte", global_batch_size=8, max_target_length=16)
+    measures = measure_text(config, 10**6, training=[config, config], max_training_bytes=1000)
+    assert set(measures.compressors) == {"gzip", "xz"}
 
 
 def test_of_a_large_set_the_first_documents_are_measured_and_nothing_is_compressed(source):

@@ -12,6 +12,8 @@ from rich.text import Text
 from xlstm_jax.cli.gpu_check import gpu_problem
 from xlstm_jax.cli.gpu_memory import current_fraction
 from xlstm_jax.cli.screen import as_command, as_typed
+from xlstm_jax.dataset.compressors import PRIMED_XZ
+from xlstm_jax.dataset.text_measures import TextMeasures
 from xlstm_jax.kernels.attention.api import mosaic_problem
 from xlstm_jax.kernels.mlstm.api import choose_backend as choose_mlstm
 from xlstm_jax.kernels.slstm.api import choose_backend as choose_slstm
@@ -79,15 +81,19 @@ def _facts(run: Run) -> Mapping[str, str]:
     if trainer.compiled_memory is not None:
         facts["memory"] = _describe_memory(trainer.compiled_memory, run.performance.memory_limit)
     if run.validation_text is not None and run.validation_text.compressors:
-        text = run.validation_text
-        reached = ", ".join(f"{name} {bits:.2f}" for name, bits in text.compressors.items())
-        facts["to beat"] = f"{reached} bits per byte on the {text.num_bytes:,} bytes of validation text"
+        facts["compressors"] = _describe_compressors(run.validation_text)
     if config.num_train_steps is not None:
         facts["length"] = f"{config.num_train_steps:,} steps, {config.num_train_steps * num_tokens:,} tokens"
         if (seconds := _estimate_step_seconds(run)) is not None:
             left = (config.num_train_steps - trainer.global_step) * seconds
             facts["length"] += f"; estimated {_duration(left)}"
     return {**facts, "folder": as_typed(run.folder)}
+
+
+def _describe_compressors(text: TextMeasures) -> str:
+    reached = ", ".join(f"{name} {bits:.2f}" for name, bits in text.compressors.items())
+    note = "primed with the training text" if PRIMED_XZ in text.compressors else "without the training text"
+    return f"{reached} bits per byte on the {text.num_bytes:,} bytes of validation text, {note}"
 
 
 def _describe_flops(shape: Any, context_length: int) -> str:

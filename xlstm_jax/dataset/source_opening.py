@@ -86,7 +86,7 @@ def _open_texts(config: TextDataConfig) -> Texts:
 
 
 def _read_standard_library(split: str) -> list[str]:
-    """Return the files of a split, and say which corpus they are from and what a model has to beat on them."""
+    """Return the files of a split, and log which corpus they are from and what compressors make of them."""
     corpus = load_standard_library()
     LOGGER.info("%s", corpus.describe())
     if split == "train":
@@ -94,7 +94,7 @@ def _read_standard_library(split: str) -> list[str]:
     else:
         documents = corpus.validation
         reached = ", ".join(f"{name} {bits:.3f}" for name, bits in yardsticks(documents).items())
-        LOGGER.info("Bits per byte on all validation files: %s.", reached)
+        LOGGER.info("Bits per byte on all validation files, without the training files: %s.", reached)
     return [document.content.decode("utf-8", "replace") for document in documents]
 
 
