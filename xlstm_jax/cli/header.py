@@ -48,7 +48,11 @@ def describe_end(run: Run) -> Any:
     if jax.process_index() != 0:
         return None
     report = run.folder / "report.html"
-    status = {"success": "is done", "nan": "ended at a bad step"}.get(str(run.trainer.status), "has ended")
+    status = {
+        "success": "is done",
+        "nan": "ended at a bad step",
+        "skipped": "skipped too many bad steps; it ended",
+    }.get(str(run.trainer.status), "has ended")
     longer = 2 * (run.config.num_train_steps or run.trainer.global_step)
     lines = [f"{run.config.name} {status} at step {run.trainer.global_step}.", f"  run     {as_typed(run.folder)}"]
     lines += [f"  report  {as_typed(report)}"] if report.exists() else []

@@ -17,7 +17,9 @@ from xlstm_jax.cli.screen import as_command, as_typed, complain, show
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import GROUPS_FOLDER, ROOT, free_keys, groups, register_run_id, search_path
 
-BAD_STEP, WRONG_SETTING = 3, 2
+WRONG_SETTING = 2
+EXIT_CODES = {"nan": 3, "skipped": 4}
+"""Of a training that came to its end with another status than `success`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +174,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     finally:
         STARTUP.finish()
     show(describe_end(opened))
-    return BAD_STEP if opened.trainer.status == "nan" else 0
+    return EXIT_CODES.get(opened.trainer.status, 0)
 
 
 def _train_if_it_fits(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None) -> Any:

@@ -89,6 +89,17 @@ def test_a_skipped_step_changes_no_parameter_and_the_run_goes_on(sizes, tmp_path
     assert list(losses(tmp_path, "bad_steps").values()) == [0, 1, 1, 1, 2, 2]
 
 
+@pytest.mark.parametrize(("share", "status"), [(0.3, "skipped"), (0.4, "success")])
+def test_a_run_that_skips_too_large_a_share_of_its_steps_is_no_success(share, status, tmp_path):
+    skip = BadStepConfig(policy="skip", max_skipped_share=share)
+    trainer = make_trainer(path=tmp_path, trainer_class=FragileTrainer, bad_steps=skip, log_every_n_steps=3)
+    train(trainer, 2, 5)
+    assert trainer.status == status
+    log = (tmp_path / "output.log").read_text()
+    assert "1 bad steps were skipped, 2 so far." in log
+    assert ("2 of 6 steps were bad and skipped" in log) == (status == "skipped")
+
+
 def test_a_spike_is_bad_after_the_warm_up():
     options = {"loss_spike_factor": 3.0, "spike_warmup_steps": 3, "policy": "skip"}
     trainer = make_trainer(trainer_class=SpikyTrainer, bad_steps=BadStepConfig(**options), logger=None)
@@ -206,6 +217,7 @@ def test_nothing_is_checked_if_nobody_asks():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_skipped_share": 1.5}, "max_skipped_share is 1.5: it has to be between 0 and 1"),
         ({"policy": "pray"}, "policy is 'pray': choose from stop, skip, rollback"),
         ({"loss_spike_factor": 1.0}, "loss_spike_factor is 1.0"),
         ({"spike_warmup_steps": 0}, "spike_warmup_steps is 0"),

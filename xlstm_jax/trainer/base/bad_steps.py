@@ -31,10 +31,34 @@ class BadStepHandling(CheckpointLoading):
         if not self.trainer_config.check_for_nan:
             return False
         if self.trainer_config.bad_steps.policy == "skip":
+            if is_logged and self.monitor.num_bad > self._num_bad_seen:
+                LOGGER.warning("%d bad steps were skipped, %d so far.", *self._count_new_bad_steps())
             return False
         if is_logged and (self.logger.found_nans or self.monitor.num_bad > self._num_bad_seen):
             return True
         return may_wait and not self.state_is_good()
+
+    def _count_new_bad_steps(self) -> tuple[int, int]:
+        """Return how many bad steps there were since the last call, and how many so far."""
+        before, self._num_bad_seen = self._num_bad_seen, self.monitor.num_bad
+        return self._num_bad_seen - before, self._num_bad_seen
+
+    def _has_skipped_too_many(self) -> bool:
+        """Check whether the run has skipped more of its steps than it may, and log that."""
+        config, guard = self.trainer_config.bad_steps, self.state.guard
+        if guard is None or config.policy != "skip":
+            return False
+        num_bad, num_steps = int(guard.num_bad), int(guard.num_bad) + int(guard.num_good)
+        if num_bad <= config.max_skipped_share * num_steps:
+            return False
+        LOGGER.error(
+            "%d of %d steps were bad and skipped, more than bad_steps.max_skipped_share=%g allows: lower the learning "
+            "rate, or look at the data.",
+            num_bad,
+            num_steps,
+            config.max_skipped_share,
+        )
+        return True
 
     def _look_again(self) -> None:
         """Let the state move on after a bad step."""

@@ -35,6 +35,8 @@ class BadStepConfig(ConfigDict):
     """Spikes are looked for after so many good steps."""
     max_rollbacks: int = 10
     """After so many rollbacks the run ends."""
+    max_skipped_share: float = 0.1
+    """With `skip`, a run that has skipped a larger share of its steps ends with the status `skipped`, not `success`."""
 
     def __post_init__(self):
         if self.policy not in get_args(BadStepPolicy):
@@ -46,6 +48,8 @@ class BadStepConfig(ConfigDict):
         for name in ("spike_warmup_steps", "max_rollbacks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it has to be 1 or more.")
+        if not 0 <= self.max_skipped_share <= 1:
+            raise ConfigError(f"max_skipped_share is {self.max_skipped_share}: it has to be between 0 and 1.")
 
 
 class GuardState(NamedTuple):

@@ -89,7 +89,8 @@ class TrainerModule(Validation):
         callbacks: What else happens in a run.
         dataset: Anything that `set_dataset` was given.
         should_stop: Set to true, the run ends after the step or validation at hand.
-        status: How the last training ended: `success`, `nan`, `interrupted` or `error`; `None` before the first.
+        status: How the last training ended: `success`, `nan` at a bad step, `skipped` if too many steps were skipped,
+            `interrupted` or `error`; `None` before the first.
         clock: Where the time went.
         monitor: Counts tokens and bad steps.
         compiled_memory: What the training step needs, once `compile_train_step` has compiled it.
@@ -386,6 +387,8 @@ class TrainerModule(Validation):
                 self._prepare_rollback(train_loader)
                 outcome = self._train(plan, train_loader, val_loader, results)
                 status = {_Outcome.BAD_STEP: "nan", _Outcome.INTERRUPTED: "interrupted"}.get(outcome, "success")
+                if status == "success" and self._has_skipped_too_many():
+                    status = "skipped"
                 if outcome is _Outcome.INTERRUPTED:
                     self.on_training_interrupted(self._epoch_idx(plan), self.global_step)
                     raise TrainingInterrupted(self._signal_number, self.global_step)

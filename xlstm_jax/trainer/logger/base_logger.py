@@ -73,7 +73,7 @@ class LoggerTool:
         """Keep a text, such as one that the model has written."""
 
     def finalize(self, status: str) -> None:
-        """Write what is not yet written; `status` is `success`, `nan`, `interrupted` or `error`."""
+        """Write what is not yet written; `status` is `success`, `nan`, `skipped`, `interrupted` or `error`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +243,7 @@ class Logger:
         return metrics, host_metrics
 
     def finalize(self, status: str) -> None:
-        """End the run: `status` is `success`, `nan`, `interrupted` or `error`. Another run may follow."""
+        """End the run: `status` is `success`, `nan`, `skipped`, `interrupted` or `error`. Another run may follow."""
         LOGGER.info("The run ended with status %s.", status)
         self._open_epochs.clear()
         for tool in self.log_tools:

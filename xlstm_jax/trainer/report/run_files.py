@@ -24,7 +24,13 @@ ENVIRONMENT_FILE, PARAMETERS_FILE = "environment.json", "parameters.json"
 MOST_SAMPLES = 200
 """Of how many steps samples are kept, evenly spread."""
 LONGEST_SAMPLE = 4000
-STATUSES = {"success": "finished", "interrupted": "interrupted", "nan": "diverged", "error": "failed"}
+STATUSES = {
+    "success": "finished",
+    "interrupted": "interrupted",
+    "nan": "diverged",
+    "skipped": "diverged",
+    "error": "failed",
+}
 
 
 @dataclasses.dataclass(frozen=True)
