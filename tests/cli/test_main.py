@@ -58,12 +58,13 @@ def test_a_wrong_call_is_a_usage_error(argv, capsys):
     assert "usage: xlstm-jax" in capsys.readouterr().err
 
 
-def test_a_command_that_is_stopped_has_the_code_of_its_signal_and_no_traceback(capsys, monkeypatch):
+def test_a_command_that_is_stopped_has_the_code_of_its_signal_and_no_traceback(capsys, monkeypatch, tmp_path):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("xlstm_jax.cli.generate.continue_texts", stop)
-    assert main(["generate", "a-run", "--prompt", "a text"]) == 130
+    (tmp_path / "config.yaml").touch()
+    assert main(["generate", str(tmp_path), "--prompt", "a text"]) == 130
     assert capsys.readouterr().err == "Stopped.\n"
 
 

@@ -226,7 +226,7 @@ def test_what_hydra_cannot_start_is_one_line(word, message, folder, capsys):
 @pytest.mark.parametrize(
     ("where", "advice"),
     [
-        ("prepare_data", "Begin again with:  xlstm-jax resume 'my run'"),
+        ("prepare_data", "Start again with:  xlstm-jax resume 'my run'"),
         ("initialize_mesh", "with the same command, and in this folder with:  'hydra.run.dir=my run'"),
     ],
 )

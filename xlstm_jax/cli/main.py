@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from xlstm_jax import __version__
 from xlstm_jax.cli.gpu_memory import set_memory_fraction
+from xlstm_jax.cli.interrupts import exit_on_ctrl_c
 
 COMMANDS = {
     "train": "train a model: group=choice and key=value compose the run",
@@ -29,7 +30,8 @@ USES_DEVICES = {"train", "resume", "generate", "plan", "bench", "doctor"}
 """The commands that may start JAX."""
 
 EXIT_CODES = (
-    "exit codes: 0 done; 1 an error; 2 a wrong command or setting; 3 training ended at a bad step; 75 a run hung; "
+    "exit codes: 0 done; 1 an error; 2 a wrong command or setting; 3 training ended at a bad step; 4 too many "
+    "steps were skipped; 75 a run hung; "
     "130 and 143 stopped by Ctrl-C or SIGTERM, a run is saved; 141 nobody reads what is printed"
 )
 
@@ -38,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (by default, that of the process) and return its exit code."""
     try:
         try:
-            return _run(sys.argv[1:] if argv is None else list(argv))
+            with exit_on_ctrl_c():
+                return _run(sys.argv[1:] if argv is None else list(argv))
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xlstm_jax.cli.gpu_memory import set_memory_fraction
+from xlstm_jax.cli.interrupts import exit_on_ctrl_c
 from xlstm_jax.cli.screen import as_command, as_typed, complain, show
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import GROUPS_FOLDER, ROOT, free_keys, groups, register_run_id, search_path
@@ -157,8 +158,9 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     # Libraries give the root logger handlers of theirs; what is said here has its own.
     logging.getLogger("xlstm_jax").propagate = False
     try:
-        while (opened := _train_if_it_fits(settings, folder, notes)) is None:
-            pass
+        with exit_on_ctrl_c(lambda: _describe_early_stop(folder)):
+            while (opened := _train_if_it_fits(settings, folder, notes)) is None:
+                pass
     except ConfigError as error:
         complain(str(error))
         return WRONG_SETTING
@@ -169,7 +171,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
         show(f"Stopped at step {stop.step}, and saved. Go on with:  {as_command('resume', folder)}")
         raise
     except KeyboardInterrupt:
-        show(f"Stopped before the first step. {_how_to_begin_again(folder)}")
+        show(_describe_early_stop(folder))
         return 128 + signal.SIGINT
     finally:
         STARTUP.finish()
@@ -195,13 +197,14 @@ def _train_if_it_fits(settings: dict[str, Any], folder: Path, notes: Mapping[str
     return opened
 
 
-def _how_to_begin_again(folder: Path) -> str:
+def _describe_early_stop(folder: Path) -> str:
     from xlstm_jax.recipes.run import CONFIG_FILE
 
+    stopped = "Stopped without saving."
     if (folder / CONFIG_FILE).is_file():
-        return f"Begin again with:  {as_command('resume', folder)}"
+        return f"{stopped} Start again with:  {as_command('resume', folder)}"
     where = shlex.quote(f"hydra.run.dir={as_typed(folder)}")
-    return f"Begin again with the same command, and in this folder with:  {where}"
+    return f"{stopped} Start again with the same command, and in this folder with:  {where}"
 
 
 class CannotOpenError(Exception):

@@ -1,0 +1,75 @@
+"""Ctrl-C that ends a command even while the main thread is in a library that runs no Python, such as XLA's compiler.
+
+Python runs signal handlers between two instructions of the main thread, so never during a compilation, which may take
+minutes; and a `KeyboardInterrupt` that is raised within a callback of such a library is printed and dropped. The C part
+of Python's handler writes the number of each signal to a file descriptor at once, which a thread can watch.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+GRACE_SECONDS = 2.0
+"""How long the main thread has to end by itself."""
+
+
+@contextlib.contextmanager
+def exit_on_ctrl_c(describe_exit: Callable[[], str] = lambda: "Stopped.") -> Iterator[None]:
+    """End the process with exit code 130 if Ctrl-C does not end this context within two seconds.
+
+    Where something else handles Ctrl-C, as a training run that finishes its step, the process ends at a second one that
+    comes before the first was handled.
+
+    Args:
+        describe_exit: Returns what is printed to stderr then. It is called in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    has_ended = threading.Event()
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader, has_ended, describe_exit), name="ctrl-c", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        signal.set_wakeup_fd(previous)
+        os.close(writer)  # The thread then reads the end of the pipe, and closes the other side.
+
+
+def _watch(reader: int, has_ended: threading.Event, describe_exit: Callable[[], str]) -> None:
+    num_unhandled = 0
+    with open(reader, "rb", buffering=0) as signal_numbers:
+        while signal_number := signal_numbers.read(1):
+            if signal_number[0] != signal.SIGINT:
+                continue
+            num_unhandled += 1
+            is_python_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if (is_python_default and not has_ended.wait(GRACE_SECONDS)) or (
+                num_unhandled > 1 and signal.getsignal(signal.SIGINT) != signal.SIG_DFL and not has_ended.is_set()
+            ):
+                _exit(describe_exit)
+
+
+def _exit(describe_exit: Callable[[], str]) -> None:
+    """Leave without the end of the interpreter, which waits for the main thread."""
+    try:
+        sys.stderr.write(f"{describe_exit()}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+    finally:
+        os._exit(128 + signal.SIGINT)
+
+
+def _do_not_write_to_the_parent() -> None:
+    """Keep the Ctrl-C that a terminal sends to a forked process too from counting twice in its parent."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_do_not_write_to_the_parent)
