@@ -1,6 +1,7 @@
 """The command `report` writes one page for all runs that it is given, and says where."""
 
 import argparse
+import os
 
 import pytest
 from trainer.report.run_folders import write_run
@@ -41,13 +42,34 @@ def test_the_report_can_lie_anywhere(run, tmp_path):
     assert not (run / "report.html").exists()
 
 
-def test_a_folder_without_metrics_is_named_in_one_line(run, tmp_path, capsys):
-    assert main(run, tmp_path / "none") == 1
+def test_what_is_no_run_is_skipped_with_a_line_that_names_it(run, tmp_path, capsys):
+    (tmp_path / "b").mkdir()
+    assert main(run, tmp_path / "none", tmp_path / "b") == 0
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert f"{tmp_path / 'none'} is not the folder of a run" in captured.err
-    assert "file_logs/metrics_<mode>.jsonl" in captured.err
+    assert captured.out == f"{run / 'report.html'}\n"
+    missing, empty = captured.err.splitlines()
+    assert missing == f"Skipped: There is no folder {tmp_path / 'none'}: give the folder of a run, or `latest`."
+    assert empty.startswith(f"Skipped: Neither {tmp_path / 'b'} nor a folder below it holds a config.yaml")
+
+
+def test_without_any_run_there_is_no_page(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main("none", "nothing") == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 2)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", ["latest", "outputs/demo", "outputs"])
+def test_the_latest_run_of_a_folder_can_be_meant(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for index, time in enumerate((200, 300, 100)):
+        folder = write_run(tmp_path / f"outputs/demo/{index}", num_steps=20)
+        (folder / "config.yaml").write_text("name: demo")
+        for file in folder.rglob("*"):
+            os.utime(file, (time, time))
+    assert main(name) == 0
+    assert capsys.readouterr().out.strip().endswith("outputs/demo/1/report.html")
 
 
 def test_a_place_that_cannot_be_written_is_an_error_without_a_traceback(run, capsys):

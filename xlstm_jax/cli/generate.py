@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.cli.resume import add_outputs, find_run
+from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, find_run
 from xlstm_jax.cli.screen import complain, show
 from xlstm_jax.configs import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the arguments of the command."""
-    parser.add_argument("run_folder", metavar="RUN", help="the folder of a run, or `latest`")
+    parser.add_argument("run_folder", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "-p", "--prompt", action="append", default=[], help="a text to continue; may be given several times; else stdin"
     )

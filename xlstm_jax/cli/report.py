@@ -1,33 +1,59 @@
 """Show one run, or several side by side, in a page that needs nothing but a browser."""
 
 import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, find_run
 from xlstm_jax.cli.screen import complain, show
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.trainer.report.page import write_report
-from xlstm_jax.trainer.report.run_files import read_runs
+from xlstm_jax.trainer.report.run_files import has_metrics, read_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the arguments of the command."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the folder of a run")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "--output",
         metavar="FILE",
         type=Path,
         help="the page to write; by default report.html, in the folder of a single run or else in the current one",
     )
+    add_outputs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and return the exit code."""
     try:
-        runs = read_runs(args.runs)
+        runs = read_runs(list(_find_runs(args.runs, args.outputs)))
         folder = runs[0].folder if len(runs) == 1 else Path()
         output = folder / "report.html" if args.output is None else args.output
         write_report(runs, output)
+    except ConfigError as error:
+        complain(str(error))
+        return 1
     except (OSError, ValueError) as error:
         complain(f"{type(error).__name__}: {error}")
         return 1
     show(str(output))
     return 0
+
+
+def _find_runs(names: Sequence[str], outputs: Path) -> Iterator[Path]:
+    """Yield the folders of runs; warn of what is no run, unless nothing else is left."""
+    problems, num_found = [], 0
+    for name in names:
+        try:
+            folder = Path(name) if has_metrics(Path(name)) else find_run(name, outputs)
+            if not has_metrics(folder):
+                raise ConfigError(f"{folder} has no file_logs/metrics_<mode>.jsonl: the run has not logged anything.")
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            num_found += 1
+            yield folder
+    if not num_found:
+        raise ConfigError("\n".join(problems))
+    for problem in problems:
+        complain(f"Skipped: {problem}")

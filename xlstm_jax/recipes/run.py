@@ -189,11 +189,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder is that of a run that `xlstm-jax train` has started."""
+    return (folder / CONFIG_FILE).is_file() and folder.name not in (HYDRA_FOLDER, "file_logs")
+
+
 def find_latest(outputs: Path) -> Path:
-    """Return the folder of the run below `outputs` that was active last; those with checkpoints come first."""
-    found = [path.parent for path in outputs.rglob(CONFIG_FILE) if path.parent.name not in (HYDRA_FOLDER, "file_logs")]
+    """Return the folder of the run in or below `outputs` that was active last; those with checkpoints come first."""
+    found = [path.parent for path in outputs.rglob(CONFIG_FILE) if is_run(path.parent)]
     if not found:
-        raise ConfigError(f"There is no run below {outputs}: give the folder of one.")
+        raise ConfigError(
+            f"Neither {outputs} nor a folder below it holds a {CONFIG_FILE}: give the folder of a run that "
+            "`xlstm-jax train` has started."
+        )
     with_checkpoints = [folder for folder in found if any(checkpoint_folder(folder).glob("checkpoint_*"))]
     return max(with_checkpoints or found, key=_last_sign_of_life)
 

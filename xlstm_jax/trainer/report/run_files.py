@@ -90,6 +90,11 @@ class Run:
         return max([*steps, beat if isinstance(beat, int) else 0])
 
 
+def has_metrics(folder: Path) -> bool:
+    """Tell whether a folder is that of a run that has logged metrics."""
+    return any(folder.glob(METRIC_FILES))
+
+
 def read_run(folder: Path, name: str | None = None) -> Run:
     """Read the folder of a run.
 
