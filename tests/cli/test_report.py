@@ -49,7 +49,7 @@ def test_what_is_no_run_is_skipped_with_a_line_that_names_it(run, tmp_path, caps
     assert captured.out == f"{run / 'report.html'}\n"
     missing, empty = captured.err.splitlines()
     assert missing == f"Skipped: There is no folder {tmp_path / 'none'}: give the folder of a run, or `latest`."
-    assert empty.startswith(f"Skipped: Neither {tmp_path / 'b'} nor a folder below it holds a config.yaml")
+    assert empty.startswith(f"Skipped: There is no run in {tmp_path / 'b'} or below it")
 
 
 def test_without_any_run_there_is_no_page(tmp_path, capsys, monkeypatch):

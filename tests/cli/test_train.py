@@ -249,9 +249,9 @@ def test_a_run_that_diverges_has_a_code_of_its_own(folder, capsys):
 def test_a_folder_without_a_run_is_one_line(command, folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("a text"))
     assert main([command, str(folder)]) == 2
-    assert "holds no config.yaml" in capsys.readouterr().err
+    assert f"There is no run in {folder} or below it" in capsys.readouterr().err
     assert main([command, "latest"]) == 2
-    assert "There is no run below outputs" in capsys.readouterr().err
+    assert "There is no run in outputs or below it" in capsys.readouterr().err
 
 
 def test_a_sweep_can_be_submitted_as_jobs(folder):
@@ -268,3 +268,26 @@ def test_the_slurm_launcher_asks_for_time_to_save(folder, capsys):
     launcher = yaml.safe_load(capsys.readouterr().out)["hydra"]["launcher"]
     assert launcher["_target_"].endswith("SlurmLauncher")
     assert launcher["signal_delay_s"] == 120
+
+
+@pytest.mark.parametrize("wrong", ["data.prepare.sources=[missing.txt]", "parallel.model_axis_size=3"])
+def test_a_rejected_run_leaves_no_folder(wrong, folder):
+    assert main(["train", *TINY, wrong]) != 0
+    assert not (folder / "outputs").exists()
+
+
+def test_a_rejected_run_leaves_what_was_in_its_folder(folder):
+    (folder / "mine").mkdir()
+    (folder / "mine/notes.txt").touch()
+    assert main(["train", *TINY, "data.prepare.sources=[missing.txt]", "hydra.run.dir=mine"]) == 1
+    assert [path.name for path in (folder / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_a_run_that_is_rejected_once_its_data_is_prepared_can_be_resumed(folder, monkeypatch):
+    def fail(*_):
+        raise ValueError("nothing to measure")
+
+    monkeypatch.setattr("xlstm_jax.recipes.run._measure_validation", fail)
+    assert main(["train", *TINY, "hydra.run.dir=mine"]) == 1
+    assert (folder / "mine/config.yaml").is_file()
+    assert (folder / "mine/data/train/manifest.json").is_file()

@@ -27,6 +27,7 @@ from xlstm_jax.recipes.data import DataRecipe
 from xlstm_jax.recipes.lock import locked
 from xlstm_jax.recipes.performance import Performance, describe_devices, reject, resolve_performance
 from xlstm_jax.recipes.processes import from_first_process
+from xlstm_jax.recipes.rejected import RejectedFolder
 from xlstm_jax.recipes.run_config import RunConfig, build_run
 from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
 from xlstm_jax.trainer.callbacks.run_report import RunReportConfig
@@ -117,20 +118,23 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
         The run.
     """
     plain = resolved(settings)
-    config = build_run(plain)
-    STARTUP.end("settings")
-    mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
-    enable_compilation_cache()
-    STARTUP.end("devices")
-    folder = Path(from_first_process(lambda: str(folder)))
-    with contextlib.ExitStack() as lock:
+    with contextlib.ExitStack() as lock, RejectedFolder(folder) as rejected:
+        config = build_run(plain)
+        STARTUP.end("settings")
+        mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
+        enable_compilation_cache()
+        STARTUP.end("devices")
+        folder = Path(from_first_process(lambda: str(folder)))
         lock.enter_context(locked(folder))
-        if not (folder / CONFIG_FILE).is_file():  # A new run goes on even if it is killed while it prepares its data.
-            write_settings(settings, folder, notes)
+        if not (folder / CONFIG_FILE).is_file():
+            rejected.own()
+            write_settings(settings, folder, notes)  # A run that is killed while it prepares its data can be resumed.
         performance = resolve_performance(config, plain, describe_devices(mesh), folder)
         config = performance.apply(config)
         data = config.data.in_folder(folder)
-        prepare_data(data)
+        if data.prepare is not None:
+            prepare_data(data)
+            rejected.keep()  # The shards can be used by a run that is resumed with other settings.
         measures = _measure_validation(data)
         config = dataclasses.replace(config, data=data, trainer=_complete_trainer(config, data, folder, measures))
         STARTUP.end("data")
@@ -198,10 +202,7 @@ def find_latest(outputs: Path) -> Path:
     """Return the folder of the run in or below `outputs` that was active last; those with checkpoints come first."""
     found = [path.parent for path in outputs.rglob(CONFIG_FILE) if is_run(path.parent)]
     if not found:
-        raise ConfigError(
-            f"Neither {outputs} nor a folder below it holds a {CONFIG_FILE}: give the folder of a run that "
-            "`xlstm-jax train` has started."
-        )
+        raise ConfigError(f"There is no run in {outputs} or below it (no {CONFIG_FILE}): give the folder of a run.")
     with_checkpoints = [folder for folder in found if any(checkpoint_folder(folder).glob("checkpoint_*"))]
     return max(with_checkpoints or found, key=_last_sign_of_life)
 
