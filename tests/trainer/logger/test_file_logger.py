@@ -8,9 +8,11 @@ import pickle
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from flax.core import freeze
 
 from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.trainer.logger import FileLoggerConfig, Logger, LoggerConfig
@@ -20,7 +22,7 @@ import sys
 from types import SimpleNamespace
 from xlstm_jax.trainer.logger.file_logger import FileLogger, FileLoggerConfig
 
-tool = FileLogger(FileLoggerConfig(), SimpleNamespace(log_path=sys.argv[1]))
+tool = FileLogger(FileLoggerConfig(), SimpleNamespace(log_path=sys.argv[1], monitored_names=set()))
 for step in range(10**9):
     tool.log_metrics({"loss": 1 / 3}, step, 1, "train")
     sys.stdout.write(f"{step}\\n")
@@ -214,3 +216,37 @@ def test_without_a_folder_there_is_no_file_logger():
 def test_settings_that_cannot_be_used_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         FileLoggerConfig(**settings)
+
+
+def test_numbers_of_monitors_have_a_table_of_their_own_and_are_in_the_json_rows(tmp_path, folder):
+    logger = make(tmp_path)
+    logger.monitors.append(lambda row, step: {"tokens_per_second": 10.0 * step, "goodput": row["loss_mean"] / 2})
+    logger.start_epoch(1, 0)
+    for step in [1, 2]:
+        loss = {"mean": {"value": jnp.float32(0.5), "count": jnp.float32(1)}}
+        logger.log_step(freeze({"loss": loss}), step)
+        logger.log_host_metrics({"lr": 0.1}, step)
+    assert (folder / "metrics_train.csv").read_text().splitlines()[
+        0
+    ] == "log_step,log_epoch,loss_mean,epoch,step_time,lr"
+    assert (folder / "system_train.csv").read_text() == (
+        "log_step,log_epoch,tokens_per_second,goodput\n1,1,10.0,0.25\n2,1,20.0,0.25\n"
+    )
+    first = read_json(folder / "metrics_train.jsonl")[0]
+    assert (first["loss_mean"], first["tokens_per_second"]) == (0.5, 10.0)
+    logger.drop_after(1)
+    assert (folder / "system_train.csv").read_text().count("\n") == 2
+
+
+def test_rows_that_are_logged_again_replace_those_of_their_mode_and_step(tmp_path, folder):
+    logger = make(tmp_path)
+    for step in [1, 2]:
+        for mode in ["val", "train"]:
+            logger.log_host_metrics({"loss": 1.0}, step, mode=mode)
+    with logger.logs_again(2):
+        for name in ["loss", "accuracy"]:
+            logger.log_host_metrics({name: 3.0}, 2, mode="val")
+    assert steps_of(folder) == [1, 2]
+    assert [row.get("loss") for row in read_json(folder / "metrics_val.jsonl")] == [1.0, 3.0, None]
+    logger.log_host_metrics({"loss": 4.0}, 2, mode="val")
+    assert steps_of(folder, "val") == [1, 2, 2, 2]

@@ -372,7 +372,7 @@ class TrainerModule(Validation):
         status, results = "error", {}
         try:
             with self._interrupts.watch():
-                self.logger.on_training_start(step=self.global_step or None)
+                self.logger.on_training_start(step=self.global_step)
                 self.monitor.start(self.global_step)
                 self.monitor.data_statistics = getattr(train_loader, "get_statistics", dict)
                 self.log_training_info(
@@ -416,14 +416,15 @@ class TrainerModule(Validation):
             self.on_training_epoch_start(epoch_idx)
             self.logger.start_epoch(epoch_idx, self.global_step, mode="train")
             outcome = self._train_epoch(plan, stream, val_loader, epoch_idx, results)
+            if outcome is _Outcome.INTERRUPTED:
+                self.logger.leave_epoch()
+                return outcome
             _, epoch_metrics = self.logger.end_epoch(self.train_metrics, self.global_step)
             can_roll_back = self.trainer_config.bad_steps.policy == "rollback" and not self.state_is_good()
             if outcome is _Outcome.BAD_STEP and can_roll_back:
                 self._roll_back(train_loader)
                 stream.restart()
                 continue
-            if outcome is _Outcome.INTERRUPTED:
-                return outcome
             self.on_training_epoch_end(epoch_metrics, epoch_idx)
             if outcome is _Outcome.BAD_STEP:
                 self.global_step, self.train_metrics = int(self.state.step), None

@@ -32,10 +32,11 @@ class Validation(Evaluation, BadStepHandling):
         if checkpoints is None or checkpoints.has_metrics(step):
             return
         epoch_idx = plan.epoch_at(self.num_drawn - 1, self.num_epochs_finished)
-        if self._is_due(step, config.check_val_every_n_steps):
-            results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
-        elif self._has_ended(plan, epoch_idx) and self._is_due(epoch_idx, config.check_val_every_n_epoch):
-            results[f"val_epoch_{epoch_idx}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
+        with self.logger.logs_again(step):
+            if self._is_due(step, config.check_val_every_n_steps):
+                results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
+            elif self._has_ended(plan, epoch_idx) and self._is_due(epoch_idx, config.check_val_every_n_epoch):
+                results[f"val_epoch_{epoch_idx}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
 
     def _validate_once(self, val_loader: DataLoaders, epoch_idx: int, results: dict[str, Any]) -> dict[str, Any]:
         """Validate after an epoch, unless its last step was validated."""

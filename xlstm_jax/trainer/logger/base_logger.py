@@ -66,6 +66,9 @@ class LoggerTool:
     def drop_after(self, step: int) -> None:
         """Forget what was logged after `step`, as the run goes on from there and logs those steps again."""
 
+    def drop_step(self, step: int, mode: str) -> None:
+        """Forget what was logged in a mode at `step`, as it is about to be logged again."""
+
     def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
         """Keep the metrics of a step. Scalars are Python's, others are NumPy arrays or tuples of them."""
 
@@ -103,6 +106,7 @@ class Logger:
         found_nans: Whether a metric that `log_step` logged was NaN since training started.
         epoch: The index of the current epoch, or else of the last.
         monitors: Functions from a row of `log_step` and its step to numbers that are added to the row.
+        monitored_names: The names of these numbers, as of the last row.
         step_clock: Reads the seconds that count as time of steps. The trainer's clock leaves out compilation,
             checkpoints and evaluations; by default, all time counts but that of epochs within another.
     """
@@ -117,6 +121,8 @@ class Logger:
         self.found_nans = False
         self.epoch = 0
         self.monitors: list[Callable[[dict[str, Any], int], Mapping[str, Any]]] = []
+        self.monitored_names: set[str] = set()
+        self._logged_again: tuple[int | None, set[str]] = None, set()
         self.step_clock: Callable[[], float] = lambda: time.perf_counter()
         self._open_epochs: list[_Epoch] = []
         self._last_log: tuple[float, int] | None = None
@@ -148,8 +154,8 @@ class Logger:
         """Set up all tools and forget the NaNs of earlier runs.
 
         Args:
-            step: The step that training goes on from. The tools that can, drop what an earlier run logged after it;
-                with `None`, they keep all.
+            step: The step that training starts from. Tools that can do so drop what was logged after it; with `None`,
+                they keep all.
         """
         self.found_nans = False
         self._reported.clear()
@@ -196,8 +202,11 @@ class Logger:
         LOGGER.info("Logging at step %d in epoch %d in mode %s", step, self.epoch, self.mode)
         metrics, host_metrics = get_metrics(metrics, reset_metrics=True, keep_empty=False)
         host_metrics = {**self._postprocess(host_metrics), "epoch": self.epoch, **self._step_time(step)}
+        numbers: dict[str, Any] = {}
         for monitor in self.monitors:
-            host_metrics |= monitor(host_metrics, step)
+            numbers |= monitor(host_metrics, step)
+        self.monitored_names = set(numbers)
+        host_metrics |= numbers
         self._check_for_nans(host_metrics, step)
         self.log_host_metrics(host_metrics, step)
         return metrics
@@ -209,9 +218,27 @@ class Logger:
     def log_host_metrics(self, host_metrics: Mapping[str, Any], step: int, mode: str | None = None) -> None:
         """Log numbers that are on the host already, under the current mode unless another is given."""
         host_metrics = {name: _to_host(value) for name, value in host_metrics.items()}
+        mode = mode or self.mode
+        step_again, modes_again = self._logged_again
+        replaces = step == step_again and mode not in modes_again
+        modes_again.add(mode)
         for tool in self.log_tools:
             with self._tolerate_errors_of(tool):
-                tool.log_metrics(host_metrics, step=step, epoch=self.epoch, mode=mode or self.mode)
+                if replaces:
+                    tool.drop_step(step, mode)
+                tool.log_metrics(host_metrics, step=step, epoch=self.epoch, mode=mode)
+
+    @contextlib.contextmanager
+    def logs_again(self, step: int) -> Iterator[None]:
+        """Let rows of a step that are logged in this context replace those of the same mode that are there.
+
+        An evaluation that a kill cut short is made up for: the rows that it had logged would be there twice.
+        """
+        self._logged_again = step, set()
+        try:
+            yield
+        finally:
+            self._logged_again = None, set()
 
     def end_epoch(
         self, metrics: Metrics | dict[str, Any] | None, step: int
@@ -241,6 +268,10 @@ class Logger:
             self._last_log = None
         self.epoch = self._open_epochs[-1].index if self._open_epochs else self.epoch
         return metrics, host_metrics
+
+    def leave_epoch(self) -> None:
+        """End the current epoch without a row: a signal has interrupted it, and a resumed run will log its end."""
+        self._open_epochs.pop()
 
     def finalize(self, status: str) -> None:
         """End the run: `status` is `success`, `nan`, `skipped`, `interrupted` or `error`. Another run may follow."""

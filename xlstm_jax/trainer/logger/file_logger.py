@@ -10,8 +10,9 @@ import json
 import logging
 import pickle
 import urllib.parse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -53,6 +54,9 @@ class FileLoggerConfig(LoggerToolsConfig):
 class FileLogger(LoggerTool):
     """Appends each row to `metrics_<mode>.csv` and to `metrics_<mode>.jsonl`, and writes the config.
 
+    The numbers that the logger's monitors add to a row, such as throughput, memory and goodput, have a CSV file of
+    their own, `system_<mode>.csv`; the JSON line has all of them.
+
     A run that goes on in the same folder goes on in the same files. Characters of a mode that file names do not have
     are percent-encoded, as in `metrics_a%2Fb.csv`. For the values see `tables.CsvTable` and `tables.JsonLines`. In a
     config, numbers that are not finite are text, which `ConfigDict.from_dict` reads.
@@ -68,7 +72,8 @@ class FileLogger(LoggerTool):
         self.config = config
         self.folder = Path(logger.log_path) / config.log_dir
         self._logged_config: dict[str, Any] = {}
-        self._tables: dict[str, tuple[JsonLines, CsvTable]] = {}
+        self._logger = logger
+        self._tables: dict[str, _Tables] = {}
 
     def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
         """Write the config, beside those that were logged before."""
@@ -79,23 +84,73 @@ class FileLogger(LoggerTool):
 
     def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
         """Append a row."""
-        if mode not in self._tables:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"metrics_{_file_name(mode)}"
-            self._tables[mode] = JsonLines(Path(f"{path}.jsonl")), CsvTable(Path(f"{path}.csv"))
         place = {self.config.log_step_key: step, self.config.log_epoch_key: epoch}
-        for table in self._tables[mode]:
-            table.append(place | metrics | place)
+        row = place | metrics | place
+        names = self._logger.monitored_names - place.keys()
+        tables = self._tables_of(mode)
+        tables.lines.append(row)
+        tables.metrics.append({name: value for name, value in row.items() if name not in names})
+        if names & row.keys():
+            tables.system.append({name: value for name, value in row.items() if name in names | place.keys()})
 
     def drop_after(self, step: int) -> None:
-        """Remove the rows of later steps from the files of all modes, also of those that this run has not logged."""
-        for suffix, kind in {"jsonl": JsonLines, "csv": CsvTable}.items():
-            for path in self.folder.glob(f"metrics_*.{suffix}"):
-                kind(path).drop_after(self.config.log_step_key, step)
+        """Remove the rows of later steps from the files of all modes, also of those that this run has not logged.
+
+        If that would be all steps, as training starts anew, the files are moved to `replaced_<number>` instead.
+        """
+        key, tables = self.config.log_step_key, [_open_table(path) for path in self._files()]
+        if step == 0 and any(table.has_after(key, 0) for table in tables):
+            self._move_away([table.path for table in tables])
+            return
+        for table in tables:
+            table.drop_after(key, step)
+
+    def drop_step(self, step: int, mode: str) -> None:
+        """Remove the rows of a step and later ones from the files of a mode."""
+        for table in self._tables_of(mode):
+            if table.path.exists():
+                table.drop_after(self.config.log_step_key, step - 1)
+
+    def _tables_of(self, mode: str) -> "_Tables":
+        if mode not in self._tables:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            name = _file_name(mode)
+            self._tables[mode] = _Tables(
+                JsonLines(self.folder / f"metrics_{name}.jsonl"),
+                CsvTable(self.folder / f"metrics_{name}.csv"),
+                CsvTable(self.folder / f"system_{name}.csv"),
+            )
+        return self._tables[mode]
+
+    def _files(self) -> list[Path]:
+        patterns = "metrics_*.jsonl", "metrics_*.csv", "system_*.csv"
+        return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
+
+    def _move_away(self, paths: Sequence[Path]) -> None:
+        number = 1
+        while (target := self.folder / f"replaced_{number}").exists():
+            number += 1
+        target.mkdir()
+        for path in paths:
+            path.replace(target / path.name)
+        self._tables.clear()
+        LOGGER.warning("Training starts from step 0: the metrics of an earlier start were moved to %s.", target)
 
     def finalize(self, status: str) -> None:  # noqa: ARG002
         """Say that all is written."""
         LOGGER.info("Finishing file logging.")
+
+
+class _Tables(NamedTuple):
+    """The files of a mode."""
+
+    lines: JsonLines
+    metrics: CsvTable
+    system: CsvTable
+
+
+def _open_table(path: Path) -> JsonLines | CsvTable:
+    return CsvTable(path) if path.suffix == ".csv" else JsonLines(path)
 
 
 def _file_name(mode: str) -> str:

@@ -37,9 +37,13 @@ class JsonLines:
         """Add a row."""
         _append(self.path, f"{_to_json(row)}\n")
 
+    def has_after(self, key: str, step: int) -> bool:
+        """Tell whether there are rows whose number under `key` is larger than `step`."""
+        return any(_is_later_line(line, key, step) for line in self._lines())
+
     def drop_after(self, key: str, step: int) -> None:
         """Remove the rows whose number under `key` is larger than `step`."""
-        if any(_is_later_line(line, key, step) for line in self._lines()):
+        if self.has_after(key, step):
             replace_file(self.path, (line for line in self._lines() if not _is_later_line(line, key, step)))
 
     def _lines(self) -> Iterator[bytes]:
@@ -70,12 +74,17 @@ class CsvTable:
         (line,) = _to_csv([[_cell(row.get(column)) for column in self.columns]])
         _append(self.path, line.decode())
 
+    def has_after(self, key: str, step: int) -> bool:
+        """Tell whether there are rows whose number in the column `key` is larger than `step`."""
+        if key not in self.columns:
+            return False
+        position = self.columns.index(key)
+        return any(_is_later_row(row, position, step) for row in self._rows())
+
     def drop_after(self, key: str, step: int) -> None:
         """Remove the rows whose number in the column `key` is larger than `step`."""
-        if key not in self.columns:
-            return
-        position = self.columns.index(key)
-        if any(_is_later_row(row, position, step) for row in self._rows()):
+        if self.has_after(key, step):
+            position = self.columns.index(key)
             rows = (row for row in self._rows() if not _is_later_row(row, position, step))
             replace_file(self.path, _to_csv(rows))
 
