@@ -1,6 +1,7 @@
 """Local batches become global ones, and an iterator goes on where it stopped."""
 
 import json
+import time
 
 import grain
 import jax
@@ -347,3 +348,18 @@ def test_shutting_an_iterator_down_shuts_its_loader_down_and_leaving_a_generator
     assert not loader.is_down
     iterator.shut_down()
     assert loader.is_down
+
+
+def test_statistics_are_those_of_the_batches_that_were_returned_not_of_those_prefetched():
+    class Counting(EndlessIterator):
+        def get_statistics(self):
+            return {"drawn": float(self.index)}
+
+    iterator = MultiHostDataLoadIterator(Counting(Endless()), make_mesh(), prefetch=3)
+    for count in range(1, 6):
+        next(iterator)
+        time.sleep(0.02)  # The thread runs ahead.
+        assert iterator.get_statistics() == {"drawn": count}
+    iterator.set_state(iterator.get_state())
+    assert iterator.get_statistics() == {"drawn": 5}
+    iterator.shut_down()

@@ -63,10 +63,11 @@ class MultiHostDataLoadIterator:
         self.pad_shapes = pad_shapes
         self.pad_value = pad_value
         self._batches = batches = _LocalBatches(dataloader)
-        self._prefetcher = Prefetcher(lambda: _draw(batches, global_mesh), prefetch) if prefetch else None
+        self._prefetcher = Prefetcher(lambda: _draw(batches, global_mesh, dataloader), prefetch) if prefetch else None
         if self._prefetcher is not None:
             weakref.finalize(self, self._prefetcher.stop)
         self._place: Any = None
+        self._statistics: dict[str, float] = {}
         self._step = 0
         self._is_mid_epoch = False
 
@@ -128,8 +129,8 @@ class MultiHostDataLoadIterator:
         return batch
 
     def get_statistics(self) -> dict[str, float]:
-        """Return what the loader tells of its data, if it does: prefetched batches are counted already."""
-        return self.dataloader.get_statistics() if hasattr(self.dataloader, "get_statistics") else {}  # pyright: ignore[reportAttributeAccessIssue]
+        """Return what the loader reports of its data, if it does: up to the last batch that was returned."""
+        return _statistics_of(self.dataloader) if self._place is None else self._statistics
 
     def shut_down(self) -> None:
         """End the thread and the processes that prepare batches, as happens when nobody has the iterator any more.
@@ -156,10 +157,10 @@ class MultiHostDataLoadIterator:
                 self._batches, self.global_mesh, pad=self.pad_shapes, pad_value=self.pad_value
             )
         if self._place is None:
-            self._place = self._batches.get_state()
+            self._place, self._statistics = self._batches.get_state(), _statistics_of(self.dataloader)
         elif not self._prefetcher.is_running:  # It has failed: what it was in the midst of has to be done again.
             self._batches.set_state(self._place)
-        batch, self._place = self._prefetcher.next()
+        batch, self._place, self._statistics = self._prefetcher.next()
         if batch is None:
             self._stop_prefetching()
             raise StopIteration
@@ -176,12 +177,18 @@ class MultiHostDataLoadIterator:
         return self.iterator_length is not None and self._step >= self.iterator_length
 
 
-def _draw(batches: "_LocalBatches", global_mesh: Mesh) -> tuple[PyTree | None, Any]:
-    """Return the next global batch and where the loader then stands; at its end there is no batch."""
+def _draw(
+    batches: "_LocalBatches", global_mesh: Mesh, dataloader: Iterable
+) -> tuple[PyTree | None, Any, dict[str, float]]:
+    """Return the next global batch, and the loader's state and statistics after it; at its end there is no batch."""
     batch = None
     with contextlib.suppress(StopIteration):
         batch = get_next_batch_sharded(batches, global_mesh)
-    return batch, batches.get_state()
+    return batch, batches.get_state(), _statistics_of(dataloader)
+
+
+def _statistics_of(dataloader: Any) -> dict[str, float]:
+    return dataloader.get_statistics() if hasattr(dataloader, "get_statistics") else {}
 
 
 class _LocalBatches(Iterator):
