@@ -79,7 +79,7 @@ def test_a_run_that_is_resumed_on_another_mesh_sees_the_same_batches(uninterrupt
 
 def test_rows_say_how_batches_are_filled_and_how_far_each_source_is(uninterrupted):
     packing, *_, path = uninterrupted
-    with (path / "file_logs/metrics_train.csv").open() as file:
+    with (path / "file_logs/system_train.csv").open() as file:
         row = list(csv.DictReader(file))[NUM_STEPS - 1]
     numbers = {name: float(value) for name, value in row.items() if value and name.startswith("data_")}
     assert numbers["data_skipped_library"] == numbers["data_skipped_poem"] == 0

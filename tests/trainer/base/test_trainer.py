@@ -169,11 +169,13 @@ def test_steps_that_do_not_log_fetch_nothing(monkeypatch):
 def test_every_row_of_a_run_has_the_documented_metrics(tmp_path):
     trainer = make_trainer(path=tmp_path, bytes_per_token=1.0)
     trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=3)
-    with (tmp_path / "file_logs/metrics_train.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert not rows[0]["step_time"]  # as it was mostly compilation
-    row = rows[2]
-    numbers = {name: float(value) for name, value in row.items() if value}
+    metrics, system = (
+        list(csv.DictReader((tmp_path / f"file_logs/{name}_train.csv").read_text().splitlines()))
+        for name in ("metrics", "system")
+    )
+    assert not metrics[0]["step_time"]  # as it was mostly compilation
+    assert metrics[2].keys() & system[2].keys() == {"log_step", "log_epoch"}
+    numbers = {name: float(value) for name, value in (metrics[2] | system[2]).items() if value}
     assert numbers["tokens_seen"] == 3 * ROWS * LENGTH
     np.testing.assert_allclose(numbers["tokens_per_second"] * numbers["step_time"], ROWS * LENGTH, rtol=1e-6)
     np.testing.assert_allclose(numbers["perplexity_mean"], np.exp(numbers["loss_mean"]), rtol=1e-6)
