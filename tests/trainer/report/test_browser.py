@@ -98,7 +98,7 @@ def test_every_chart_of_a_run_is_drawn_with_all_its_points(single):
 
 def test_runs_are_drawn_over_each_other_in_colours_of_their_own(both):
     charts = charts_of(both)
-    assert set(charts) == {*LINES, "Where the time went: a", "Where the time went: b"}
+    assert set(charts) == {*LINES, "Where the time went: a · lr=0.01", "Where the time went: b · lr=0.02"}
     for title, num_lines in LINES.items():
         assert len(lines_of(charts[title])) == 2 * num_lines, title
         assert {"--line-0", "--line-1"} == set(re.findall(r"--line-\d", charts[title])), title
@@ -160,7 +160,7 @@ def test_runs_lines_axes_scales_and_samples_can_be_chosen(folders, tmp_path):
     assert "error" not in told
     assert told["done"] == "true"
     assert told["tip"].startswith("step ")
-    assert all(name in told["tip"] for name in ("a, train", "b, train", "a, val", "b, val"))
+    assert all(name in told["tip"] for name in ("lr=0.01, train", "lr=0.02, train", "lr=0.01, val", "lr=0.02, val"))
     assert told["one-run"] == told["one-label"] == "2"
     assert "400k" in told["tokens"].split()
     assert "400 s" in told["seconds"] or "min" in told["seconds"]

@@ -14,6 +14,7 @@ from meshes import make_mesh
 
 from xlstm_jax import __version__
 from xlstm_jax.trainer.report.environment import (
+    command_as_typed,
     describe_environment,
     describe_git,
     describe_parameters,
@@ -32,8 +33,20 @@ def test_versions_devices_and_the_command_are_described():
     assert found["packages"]["xlstm_jax"] == __version__
     assert found["packages"]["jax"] == jax.__version__
     assert found["devices"] == {"kind": "cpu", "count": 8, "processes": 1}
-    assert found["command"] == sys.argv
+    assert found["command"] == command_as_typed(sys.orig_argv)
     json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "typed"),
+    [
+        ("/env/bin/python /env/bin/xlstm-jax train a=1", "xlstm-jax train a=1"),
+        ("/env/bin/python -m xlstm_jax.cli.main train -m", "xlstm-jax train -m"),
+        ("/env/bin/python3 -W error mine/train.py --fast", "python3 -W error mine/train.py --fast"),
+    ],
+)
+def test_the_command_is_kept_as_it_was_typed(argv, typed):
+    assert " ".join(command_as_typed(argv.split())) == typed
 
 
 def test_a_commit_is_dirty_once_a_file_that_git_knows_has_changed(tmp_path):

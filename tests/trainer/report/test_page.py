@@ -86,7 +86,7 @@ def test_several_runs_are_compared_and_their_differing_settings_come_first(tmp_p
     assert "optimizer.lr" in differences
     assert "optimizer.name" not in differences
     assert "adamw" in rest
-    assert [run["name"] for run in data_of(page)["runs"]] == ["a", "b"]
+    assert [run["name"] for run in data_of(page)["runs"]] == ["a · lr=0.1", "b · lr=0.2"]
 
 
 def test_metrics_alone_make_a_page(tmp_path):

@@ -7,7 +7,7 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from xlstm_jax.trainer.report.run_files import ENVIRONMENT_FILE, PARAMETERS_FILE
 from xlstm_jax.utils.partitioned import is_partitioned, partition_names, unboxed
 from xlstm_jax.utils.pytree_utils import flatten_pytree
 
+PROGRAM = "xlstm-jax"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "hydra-core", "tokenizers", "numpy")
 GIT_SECONDS = 10.0
 """How long git may take: its folder may lie on a slow disk."""
@@ -32,13 +33,27 @@ def describe_environment() -> dict[str, Any]:
     devices = jax.devices()
     return {
         "time": _now(),
-        "command": list(sys.argv),
+        "command": command_as_typed(sys.orig_argv),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {"xlstm_jax": __version__, **_versions()},
         "git": describe_git(),
         "devices": {"kind": devices[0].device_kind, "count": len(devices), "processes": jax.process_count()},
     }
+
+
+def command_as_typed(argv: Sequence[str]) -> list[str]:
+    """Return the command line of a process as one would type it: the name of a program instead of its path.
+
+    Args:
+        argv: The words that the interpreter was started with; `sys.argv` has lost some, and Hydra changes it.
+    """
+    interpreter, *words = argv
+    if words[:2] == ["-m", "xlstm_jax.cli.main"]:
+        return [PROGRAM, *words[2:]]
+    if words and Path(words[0]).name == PROGRAM:
+        return [PROGRAM, *words[1:]]
+    return [Path(interpreter).name, *words]
 
 
 def describe_git(folder: Path | None = None) -> dict[str, Any] | None:

@@ -12,11 +12,14 @@ from xlstm_jax import __version__
 from xlstm_jax.trainer.logger.tables import replace_file
 from xlstm_jax.trainer.report import tables
 from xlstm_jax.trainer.report.charts import OTHER, SECTIONS, Chart, chart_data, clock, make_charts, points_per_line
+from xlstm_jax.trainer.report.labels import with_labels
 from xlstm_jax.trainer.report.markup import Markup, joined, script_json, tag
 from xlstm_jax.trainer.report.run_files import Run
 from xlstm_jax.trainer.report.summary import key_numbers
 
 WIDE_CHARTS = {"Loss"}
+REFRESH_SECONDS = 60
+"""How often a browser loads the page of a run anew while the run writes it."""
 MOST_OPEN_CHARTS = 12
 """With more charts than these, other metrics are folded."""
 
@@ -29,6 +32,8 @@ def write_report(runs: Sequence[Run], path: Path) -> None:
 
 def build_page(runs: Sequence[Run]) -> str:
     """Build the page of one run, or of several beside each other."""
+    if len(runs) > 1:
+        runs = with_labels(runs)
     all_charts = make_charts(runs)
     charts = [chart for chart in all_charts if chart.is_worth_drawing]
     constant = [chart for chart in all_charts if not chart.is_worth_drawing]
@@ -47,10 +52,11 @@ def build_page(runs: Sequence[Run]) -> str:
         _section("Config", _configs(runs)),
         _section("Environment", _of_each(runs, tables.environment)),
     ]
-    return _document(", ".join(run.name for run in runs), joined(*sections), data)
+    is_running = len(runs) == 1 and runs[0].status == "running"
+    return _document(", ".join(run.name for run in runs), joined(*sections), data, refreshes=is_running)
 
 
-def _document(title: str, body: Markup, data: dict[str, Any]) -> str:
+def _document(title: str, body: Markup, data: dict[str, Any], *, refreshes: bool) -> str:
     style, script = _asset("report.css"), _asset("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Nothing is loaded, and no script runs but ours, whatever else might get into the page.
@@ -61,6 +67,7 @@ def _document(title: str, body: Markup, data: dict[str, Any]) -> str:
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", http_equiv="refresh", content=str(REFRESH_SECONDS)) if refreshes else None,
         tag("link", rel="icon", href="data:,"),
         tag("title", title),
         tag("style", Markup(style)),
