@@ -5,12 +5,14 @@ over all later positions of differences that nearly cancel.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.mlstm.comparisons import INPUTS, drawn, named
+from kernels.mlstm.recurrence import recurrence
 
 from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
 from xlstm_jax.kernels.mlstm import mlstm
@@ -94,9 +96,46 @@ def test_gradients_of_simulated_kernels_are_precise(monkeypatch, record_property
     assert_precise(run, (1, 256, 1, 64, 64), [-5.0, 9.0], [0.0], record_property)
 
 
-@pytest.mark.parametrize("chunk_size", [64, 256])
-def test_gradients_of_the_chunkwise_form_are_precise_for_all_gates(chunk_size, record_property):
-    def run(*inputs):
-        return mlstm(*inputs, backend="chunkwise", chunk_size=chunk_size)
+@pytest.mark.parametrize("with_state", [False, True], ids=["outputs", "outputs and states"])
+@pytest.mark.parametrize("form", ["reference", "chunks of 64", "chunks of 256"])
+def test_gradients_of_a_form_in_plain_jax_are_precise_for_all_gates(form, with_state, record_property):
+    backend, _, chunk_size = form.replace("chunks", "chunkwise").partition(" of ")
 
-    assert_precise(run, (1, 512, 2, 32, 64), FORGET_GATES, INPUT_GATES, record_property)
+    @jax.jit
+    def forward(inputs, state):
+        def run(inputs, state):
+            options = {"backend": backend, "chunk_size": int(chunk_size or 64)}
+            return mlstm(*inputs, state=state, return_state=True, **options)
+
+        return jax.vjp(run, inputs, state)
+
+    too_large = []
+    for igate, fgate in itertools.product(INPUT_GATES, FORGET_GATES):
+        (inputs, state, dhidden, dlast), expected = _case(igate, fgate, with_state)
+        _, backward = forward(inputs, state)
+        dinputs, dstate = _backward(backward, (dhidden, dlast))
+        actual = named(expected, [*dinputs, *(dstate or [])][: len(expected)])
+        errors = {name: _relative_error(actual[name], x) for name, x in expected.items()}
+        listed = ", ".join(f"d{name} {error:.1e}" for name, error in errors.items())
+        record_property("gradient errors", f"igate {igate} fgate {fgate}: {listed}")
+        if max(errors.values()) > LIMIT:
+            too_large.append(f"igate {igate}, fgate {fgate}: {listed}")
+    assert not too_large, "; ".join(too_large)
+
+
+@functools.cache
+def _case(igate, fgate, with_state):
+    """Return the inputs of a case, in which a first part of the sequence could have left the state, and its gradients."""
+    spec = ArgSpec(1, 512, 2, 32, 64, igate_mean=igate, fgate_mean=fgate)
+    inputs, state, _, dhidden, dlast = drawn(spec, with_state=with_state)
+    if state is None:
+        dlast = jax.tree.map(jnp.zeros_like, dlast)
+    else:
+        state = state._replace(stabilizer=state.stabilizer + igate)
+    _, _, expected = recurrence(inputs, dhidden, state, dlast)
+    count = len(INPUTS) if with_state else len(inputs)
+    return (inputs, state, dhidden, dlast), named(INPUTS[:count], expected[:count])
+
+
+def _relative_error(actual, expected):
+    return np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30)

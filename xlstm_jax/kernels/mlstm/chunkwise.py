@@ -7,8 +7,10 @@ Backward    the memories again (cheaper than keeping them), their gradients from
             of `n` is `dh / d`, that of `d` is `-(dh . h) / d` where `|d|` is above its floor, and zero below.
 Gates       `log_input[s]` only scales what `k[s]` writes, so its gradient is `k[s] . dk[s]`. `log_forget[t]` scales all
             that flows from before `t` to `t` and after: what queries from `t` on read, less what keys from `t` on
-            wrote, plus what leaves the chunk. What a query reads is `q . dq`. It also has the closed form
-            `h . dh + d dd`, but `dq` and `dk` round the same pairs of positions, and these errors cancel in the sum.
+            wrote, plus what leaves the chunk. The sums nearly cancel where much is forgotten, so both sides of each
+            difference need the same rounding errors. What a query reads is `q . dq`, not the closed form
+            `h . dh + d dd`, because `dq` and `dk` round the same pairs of positions. What leaves the chunk is the part
+            of `k . dk` that goes to the next memory, plus what passes through, not the memory times its gradient.
 Layout      chunks first, then batch and heads: `[n b h l ...]`.
 Numerics    gates, sums and memories in float32 (float64 for such inputs); operands of products in the dtype of `v`.
 """
@@ -65,7 +67,7 @@ def _backward(chunk_size, eps, residuals, cotangents):
     gates = chunk_gates(log_input, log_forget, resets, state.stabilizer, chunk_size)
     q_, k_, v_ = (_chunked(x, chunk_size) for x in (q, k, v))
     hidden, dhidden = (_chunked(x, chunk_size).astype(dtype) for x in (hidden, dhidden))
-    memories, normalizers, last = _memories(k_, v_, gates, state)
+    memories, normalizers, _ = _memories(k_, v_, gates, state)
 
     floor, divisor = _divisor(denominator, gates, eps)
     aligned = jnp.sum(hidden * dhidden, axis=-1)
@@ -86,15 +88,16 @@ def _backward(chunk_size, eps, residuals, cotangents):
     dnew = dmemories.astype(v.dtype)
     dv = _dot("nbhlm,nbhlv->nbhmv", weights.astype(v.dtype), dnumerator, dtype)
     dv = dv + to_state * _dot("nbhlk,nbhkv->nbhlv", k_, dnew, dtype)
-    dk = _dot("nbhlv,nbhkv->nbhlk", v_, dnew, dtype) + dnormalizers[..., None, :]
-    dk = _dot("nbhlm,nbhlk->nbhmk", dscores, q_, dtype) + to_state * dk
+    dk = to_state * (_dot("nbhlv,nbhkv->nbhlk", v_, dnew, dtype) + dnormalizers[..., None, :])
+    kept = _dots(k_, dk)
+    dk = _dot("nbhlm,nbhlk->nbhmk", dscores, q_, dtype) + dk
     dq = _dot("nbhlv,nbhkv->nbhlk", dnumerator, memories.astype(v.dtype), dtype)
     dq = dq + ddenominator[..., None] * normalizers[..., None, :]
     dq = _dot("nbhlm,nbhmk->nbhlk", dscores, k_, dtype) + from_state * dq
 
-    read, written = (jnp.sum(x.astype(dtype) * dx, axis=-1) for x, dx in ((q_, dq), (k_, dk)))
-    leaving = jnp.sum(_shifted(memories, last.memory) * dmemories, axis=(-2, -1))
-    leaving = leaving + jnp.sum(_shifted(normalizers, last.normalizer) * dnormalizers, axis=-1)
+    read, written = _dots(q_, dq), _dots(k_, dk)
+    through = jnp.sum(memories * dmemories, axis=(-2, -1)) + jnp.sum(normalizers * dnormalizers, axis=-1)
+    leaving = gates.carry * through + jnp.sum(kept, axis=-1)
     dlog_forget = _flow(read - written, leaving, gates)
     if resets is not None:
         dlog_forget = jnp.where(resets[..., None], 0.0, dlog_forget)
@@ -124,9 +127,8 @@ def _unchunked(x):
     return jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(b, n * length, h, d)
 
 
-def _shifted(befores, last):
-    """Return what is after each chunk from what is before each and after the last."""
-    return jnp.concatenate([befores[1:], last[None]])
+def _dots(x, dx):
+    return jnp.sum(x.astype(dx.dtype) * dx, axis=-1)
 
 
 def _reading(q, gates: ChunkGates):
