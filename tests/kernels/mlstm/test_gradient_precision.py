@@ -97,7 +97,7 @@ def test_gradients_of_simulated_kernels_are_precise(monkeypatch, record_property
 
 
 @pytest.mark.parametrize("with_state", [False, True], ids=["outputs", "outputs and states"])
-@pytest.mark.parametrize("form", ["reference", "chunks of 64", "chunks of 256"])
+@pytest.mark.parametrize("form", ["reference", "parallel", "chunks of 64", "chunks of 256"])
 def test_gradients_of_a_form_in_plain_jax_are_precise_for_all_gates(form, with_state, record_property):
     backend, _, chunk_size = form.replace("chunks", "chunkwise").partition(" of ")
 

@@ -24,8 +24,10 @@ def mlstm_parallel(
     decay, from_state, to_state, carry, stabilizer = (
         x.squeeze(0) for x in (gates.decay(), gates.from_state, gates.to_state, gates.carry, gates.stabilizer)
     )
-    q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    scores = jnp.einsum("bshk,bthk->bhst", q, k, preferred_element_type=dtype) * decay
+    # Matmuls are scaled, not queries: in bfloat16, that would round queries again.
+    scale = q.shape[-1] ** -0.5
+    from_state = scale * from_state
+    scores = scale * jnp.einsum("bshk,bthk->bhst", q, k, preferred_element_type=dtype) * decay
     old = jnp.einsum("bshk,bhkv->bhsv", q, state.memory.astype(q.dtype), preferred_element_type=dtype)
     new = jnp.einsum("bhst,bthv->bhsv", scores.astype(v.dtype), v, preferred_element_type=dtype)
     numerator = from_state[..., None] * old + new
