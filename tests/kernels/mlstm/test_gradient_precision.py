@@ -125,7 +125,7 @@ def test_gradients_of_a_form_in_plain_jax_are_precise_for_all_gates(form, with_s
 
 @functools.cache
 def _case(igate, fgate, with_state):
-    """Return the inputs of a case, in which a first part of the sequence could have left the state, and its gradients."""
+    """Return the inputs and gradients of a case, with a state as a first part of the sequence could have left it."""
     spec = ArgSpec(1, 512, 2, 32, 64, igate_mean=igate, fgate_mean=fgate)
     inputs, state, _, dhidden, dlast = drawn(spec, with_state=with_state)
     if state is None:

@@ -299,6 +299,26 @@ def test_a_form_in_bfloat16_has_small_errors_beside_float32(form, key):
         assert np.sqrt(np.mean(error**2)) < 2e-2 * np.sqrt(np.mean(np.asarray(e, np.float64) ** 2))
 
 
+@pytest.mark.parametrize("fgate", [-5.0, 9.0])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_in_bfloat16_are_within_1e_2_of_float64(form, fgate, key):
+    arguments = ArgSpec(1, 128, 1, 64, fgate_mean=fgate).arguments(key, jnp.bfloat16)
+    weights = jax.random.normal(jax.random.key(1), (1, 128, 1, 64), jnp.bfloat16)
+
+    def gradients(arguments, weights):
+        run = functools.partial(slstm, backend=form if weights.dtype == jnp.bfloat16 else "reference")
+        hidden, backward = jax.vjp(run, *arguments)
+        return backward(weights.astype(hidden.dtype))
+
+    actual = jax.jit(gradients)(arguments, weights)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: x.astype("float64"), (arguments, weights))
+        expected = jax.jit(gradients)(*exact)
+    names = ["gates", "recurrent"]
+    named = (dict(zip(names, x, strict=True)) for x in (actual, expected))
+    assert_close_by_norm(*named, relative=1e-2)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_or_head_full_of_nan_stays_alone(form, key):
     spec = SMALL["several tokens"]

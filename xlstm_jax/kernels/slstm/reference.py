@@ -60,11 +60,13 @@ def slstm_reference(
     mask: Bool[Array, "b s"] | None,
 ) -> tuple[Float[Array, "b s h d"], SLSTMState]:
     """Compute all hidden states and the last state, one token after the other."""
+    # The scan sums the gradient of what its body uses in that precision, so the body rounds the kernel, not its caller.
+    wide = recurrent.astype(jnp.promote_types(recurrent.dtype, gates.dtype))
 
     def body(state, token):
         gates, begins, counts = token
         before = state if begins is None else select(begins, jax.tree.map(jnp.zeros_like, state), state)
-        after = step(before, gates, recurrent)
+        after = step(before, gates, wide.astype(recurrent.dtype))
         state = after if counts is None else select(counts, after, before)
         return state, state.hidden
 
