@@ -293,7 +293,10 @@ def call(**changes):
     [
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"k": jnp.zeros((2, 5, 3, 3))}, r"k has shape \(2, 5, 3, 3\)"),
-        ({"v": jnp.zeros((2, 4, 3, 6))}, r"v has shape \(2, 4, 3\)"),
+        ({"q": jnp.zeros((2, 5, 12))}, r"q has shape \(2, 5, 12\), but must be \[batch, positions, heads, head_dim\]"),
+        ({"v": jnp.zeros((2, 5, 18))}, r"v has shape \(2, 5, 18\), but must be \[batch, positions, heads, head_dim\]"),
+        ({"v": jnp.zeros((2, 4, 3, 6))}, r"v has shape \(2, 4, 3, 6\).* need \(2, 5, 3, 6\)"),
+        ({"resets": jnp.zeros((5, 2), bool)}, r"resets has shape \(5, 2\).* need \(2, 5\)"),
         ({"igate": jnp.zeros((2, 5, 1))}, r"igate has shape \(2, 5, 1\)"),
         ({"state": empty_state(2, 3, 4, 5)}, r"state.memory has shape \(2, 3, 4, 5\).* need \(2, 3, 4, 6\)"),
     ],
@@ -302,6 +305,23 @@ def call(**changes):
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": jnp.zeros((2, 1, 3, 4))}, r"q has shape \(2, 1, 3, 4\), but must be \[batch, heads, head_dim\]"),
+        ({"k": jnp.zeros((2, 3, 6))}, r"k has shape \(2, 3, 6\).* need \(2, 3, 4\)"),
+        ({"fgate": jnp.zeros((2, 1))}, r"fgate has shape \(2, 1\).* need \(2, 3\)"),
+        ({"state": empty_state(1, 3, 4, 6)}, r"state.memory has shape \(1, 3, 4, 6\).* need \(2, 3, 4, 6\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_token_that_does_not_fit_is_refused(changes, message):
+    shapes = {"q": (2, 3, 4), "k": (2, 3, 4), "v": (2, 3, 6), "igate": (2, 3), "fgate": (2, 3)}
+    arguments = {name: jnp.zeros(shape) for name, shape in shapes.items()} | {"state": empty_state(2, 3, 4, 6)}
+    with pytest.raises(ValueError, match=message):
+        mlstm_step(**(arguments | changes))
 
 
 def test_a_sequence_without_positions_is_refused():

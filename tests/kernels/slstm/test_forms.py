@@ -423,6 +423,21 @@ def test_what_does_not_fit_is_refused(changes, message):
         call(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gates": jnp.zeros((2, 1, 4, 3, 4))}, r"gates has shape \(2, 1, 4, 3, 4\), but must be .* for one token"),
+        ({"recurrent": jnp.zeros((3, 4, 4, 5))}, r"recurrent has shape \(3, 4, 4, 5\).* need \(3, 4, 4, 4\)"),
+        ({"state": empty_state(1, 3, 4)}, r"state.hidden has shape \(1, 3, 4\).* need \(2, 3, 4\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_token_that_does_not_fit_is_refused(changes, message):
+    arguments = {"gates": jnp.zeros((2, 4, 3, 4)), "recurrent": jnp.zeros((3, 4, 4, 4)), "state": empty_state(2, 3, 4)}
+    with pytest.raises(ValueError, match=message):
+        slstm_step(**(arguments | changes))
+
+
 def test_the_state_is_a_tree_of_four_arrays():
     state = empty_state(2, 3, 4, jnp.float32)
     assert isinstance(state, SLSTMState)

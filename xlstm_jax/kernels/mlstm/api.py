@@ -67,7 +67,7 @@ def mlstm(
     Returns:
         The hidden states, and the last state if asked for.
     """
-    _check(q, k, v, igate, fgate, state, chunk_size)
+    _check(q, k, v, igate, fgate, state, resets, chunk_size)
     dtype = state_dtype(v.dtype)
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
@@ -102,6 +102,7 @@ def mlstm_step(
     `auto` takes the kernel for Hopper GPUs where it can, `mosaic` always, but for heads that only sequences fill up;
     all other backends step in plain JAX.
     """
+    _check_step(q, k, v, igate, fgate, state)
     dtype = state.memory.dtype
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
@@ -230,19 +231,38 @@ def _padded(q, k, v, log_input, log_forget, resets, *, multiple):
     return padded(q), padded(k), padded(v), padded(log_input, -jnp.inf), padded(log_forget), resets
 
 
-def _check(q, k, v, igate, fgate, state, chunk_size):
-    b, s, h, qk_dim = q.shape
+def _check(q, k, v, igate, fgate, state, resets, chunk_size):
+    for name, x in (("q", q), ("v", v)):
+        if x.ndim != 4:
+            wanted = "[batch, positions, heads, head_dim]; mlstm_step takes single tokens"
+            raise ValueError(f"{name} has shape {x.shape}, but must be {wanted}.")
+    b, s = q.shape[:2]
     if s == 0:
         raise ValueError("The sequence has no positions; pass at least one.")
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, but must be at least 1.")
-    expected = {"k": (k.shape, q.shape), "v": (v.shape[:3], (b, s, h))}
-    expected |= {name: (gate.shape, (b, s, h)) for name, gate in (("igate", igate), ("fgate", fgate))}
+    shapes = {} if resets is None else {"resets": (resets.shape, (b, s))}
+    _check_shapes(q, k, v, igate, fgate, state, shapes)
+
+
+def _check_step(q, k, v, igate, fgate, state):
+    for name, x in (("q", q), ("v", v)):
+        if x.ndim != 3:
+            wanted = "[batch, heads, head_dim]; mlstm takes whole sequences"
+            raise ValueError(f"{name} has shape {x.shape}, but must be {wanted}.")
+    _check_shapes(q, k, v, igate, fgate, state, {})
+
+
+def _check_shapes(q, k, v, igate, fgate, state, more):
+    """Check all shapes against those of `q` and `v`; `more` maps further names to a shape and the needed one."""
+    *rows, qk_dim = q.shape
+    needed_shapes = {"k": (k.shape, q.shape), "v": (v.shape, (*rows, v.shape[-1]))}
+    needed_shapes |= {name: (gate.shape, tuple(rows)) for name, gate in (("igate", igate), ("fgate", fgate))}
     if state is not None:
-        empty = jax.eval_shape(lambda: empty_state(b, h, qk_dim, v.shape[-1]))
+        empty = jax.eval_shape(lambda: empty_state(rows[0], rows[-1], qk_dim, v.shape[-1]))
         fields = zip(empty._fields, state, empty, strict=True)
-        expected |= {f"state.{name}": (given.shape, needed.shape) for name, given, needed in fields}
-    for name, (shape, needed) in expected.items():
+        needed_shapes |= {f"state.{name}": (given.shape, needed.shape) for name, given, needed in fields}
+    for name, (shape, needed) in (needed_shapes | more).items():
         if shape != needed:
             given = f"q of shape {q.shape} and v of shape {v.shape}"
             raise ValueError(f"{name} has shape {shape}, but {given} need {needed}.")

@@ -67,6 +67,9 @@ def slstm_step(
     gates: Float[Array, "b 4 h d"], recurrent: Float[Array, "h d 4 d"], state: SLSTMState
 ) -> tuple[Float[Array, "b h d"], SLSTMState]:
     """Run one token through an sLSTM cell: the arguments and results of `slstm` without the sequence axis."""
+    if gates.ndim != 4 or gates.shape[1] != 4:
+        raise ValueError(f"gates has shape {gates.shape}, but must be [batch, 4 gates, heads, head_dim] for one token.")
+    _check_shapes(gates, recurrent, state, {})
     state = reference.step(state, gates.astype(state.cell.dtype), recurrent)
     return state.hidden.astype(gates.dtype), state
 
@@ -145,14 +148,19 @@ def _mosaic_of_any_width(gates, recurrent, state, resets, mask):
 def _check(gates, recurrent, state, resets, mask):
     if gates.ndim != 5 or gates.shape[2] != 4:
         raise ValueError(f"gates has shape {gates.shape}, but must be [batch, positions, 4 gates, heads, head_dim].")
-    b, s, _, h, d = gates.shape
-    if s == 0:
+    if gates.shape[1] == 0:
         raise ValueError("The sequence has no positions; pass at least one.")
+    rows = {"resets": resets, "mask": mask}
+    shapes = {name: (x.shape, gates.shape[:2]) for name, x in rows.items() if x is not None}
+    _check_shapes(gates, recurrent, state, shapes)
+
+
+def _check_shapes(gates, recurrent, state, more):
+    """Check all shapes against that of `gates`; `more` maps further names to a shape and the needed one."""
+    b, *_, h, d = gates.shape
     expected = {"recurrent": (recurrent.shape, (h, d, 4, d))}
     if state is not None:
         expected |= {f"state.{name}": (x.shape, (b, h, d)) for name, x in state._asdict().items()}
-    rows = {"resets": resets, "mask": mask}
-    expected |= {name: (x.shape, (b, s)) for name, x in rows.items() if x is not None}
-    for name, (shape, needed) in expected.items():
+    for name, (shape, needed) in (expected | more).items():
         if shape != needed:
             raise ValueError(f"{name} has shape {shape}, but gates of shape {gates.shape} need {needed}.")
