@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels.mlstm.recurrence import recurrence
 from tolerances import assert_close, assert_close_by_norm
 
 from xlstm_jax.kernels.log import say_once
@@ -117,6 +118,14 @@ def test_how_much_was_forgotten_long_ago_does_not_make_what_is_kept_inexact(has_
         expected = compiled(*(x.astype("float64") for x in inputs), resets=resets, backend="reference")
     kept = slice(middle + 64, None)
     assert_close_by_norm({"hidden": actual[:, kept]}, {"hidden": expected[:, kept]}, relative=1e-5)
+
+
+@pytest.mark.parametrize(("form", "chunk_size"), [("parallel", 64), ("chunkwise", 100)])
+def test_strong_forgetting_within_a_chunk_does_not_make_results_inexact(form, chunk_size, key):
+    arguments = ArgSpec(1, 707, 2, 4, 4, fgate_mean=-60.0).arguments(key)
+    expected, _, _ = recurrence(arguments, jnp.zeros_like(arguments[2]), eps=1e-6)
+    actual = compiled(*arguments, backend=form, chunk_size=chunk_size)
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("border", [1, 8, 13])

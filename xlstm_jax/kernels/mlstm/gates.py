@@ -13,6 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from xlstm_jax.kernels.mlstm.scans import scan
 
+GRID = 1 / 16
+"""Finer grids make sums of multiples inexact earlier, coarser ones make sums of rests larger."""
+
 InputGate = Literal["exp", "sigmoid"]
 
 
@@ -24,11 +27,14 @@ def log_input_gate(igate: Float[Array, "..."], input_gate: InputGate) -> Float[A
 class ChunkGates(NamedTuple):
     """What the gates say about a sequence in `n` chunks of `l` positions.
 
-    The factor from position `s` to `t` of a chunk is `exp(row[t] + column[s])` where the mask holds, else zero.
+    The factor from position `s` to `t` of a chunk is `exp(coarse[t] - coarse[s] + row[t] + column[s])` where the mask
+    holds, else zero.
     """
 
     row: Float[Array, "n b h l"]
     column: Float[Array, "n b h l"]
+    coarse: Float[Array, "n b h l"] | None
+    """The part of the sums of forget gates that is a multiple of `GRID`, if it is not in `row` and `column`."""
     mask: Bool[Array, "#n #b 1 l l"]
     """Where `s <= t` and no document begins between them."""
     from_state: Float[Array, "n b h l"]
@@ -43,7 +49,10 @@ class ChunkGates(NamedTuple):
 
     def decay(self) -> Float[Array, "n b h l l"]:
         """Return the factors between all positions of each chunk."""
-        return jnp.exp(jnp.where(self.mask, self.row[..., :, None] + self.column[..., None, :], -jnp.inf))
+        exponents = self.row[..., :, None] + self.column[..., None, :]
+        if self.coarse is not None:
+            exponents = (self.coarse[..., :, None] - self.coarse[..., None, :]) + exponents
+        return jnp.exp(jnp.where(self.mask, exponents, -jnp.inf))
 
 
 def chunk_gates(
@@ -53,9 +62,15 @@ def chunk_gates(
     initial: Float[Array, "b h"],
     chunk_size: int,
     *,
+    split_sums: bool = True,
     unroll_scans: bool = False,
 ) -> ChunkGates:
     """Compute all factors of a sequence.
+
+    A factor between two positions is the exponential of a difference of two sums of `log_forget`. Where much is
+    forgotten within a chunk these sums are large, and a float32 sum around -40,000 is only known to 0.002. Therefore
+    `log_forget` is split into a multiple of `GRID`, whose sums are exact up to a million in float32, and a rest, whose
+    sums stay small.
 
     Args:
         log_input: The logarithms of the input gates.
@@ -63,6 +78,8 @@ def chunk_gates(
         resets: Where a document begins.
         initial: The stabiliser before the first position.
         chunk_size: The positions of a chunk, of which the length is a multiple.
+        split_sums: Whether to split the sums; without it there is no `coarse`, and errors in exponents are those of
+            float32 sums.
         unroll_scans: How running sums are computed, the option `unroll` of `scan`.
     """
     log_input, log_forget = _chunked(log_input, chunk_size), _chunked(log_forget, chunk_size)
@@ -80,15 +97,22 @@ def chunk_gates(
     def only(condition: jax.Array | None, x: jax.Array, otherwise: float = 0.0) -> jax.Array:
         return x if condition is None else jnp.where(condition, x, otherwise)
 
-    cumulative = scan(log_forget, "sum", unroll=unroll_scans)
+    coarse, rest = None, log_forget
+    if split_sums:
+        multiple = lax.stop_gradient(jnp.round(log_forget / GRID) * GRID)
+        coarse, rest = scan(multiple, "sum", unroll=unroll_scans), log_forget - multiple
+    fine = scan(rest, "sum", unroll=unroll_scans)
+    cumulative = fine if coarse is None else coarse + fine
     kept = only(reads_state, cumulative, -jnp.inf)
     before, stabilizer = _stabilizers(cumulative, floor, document, kept, initial, unroll_scans)
     # A memory is written in the units in which the next chunk reads it, to the last bit: see `_carried`.
     after = jnp.concatenate([before[1:], stabilizer[-1:, ..., -1]])
-    right = cumulative[..., -1:] - cumulative + log_input - after[..., None]
+    right = fine[..., -1:] - fine + log_input - after[..., None]
+    if coarse is not None:
+        right = (coarse[..., -1:] - coarse) + right
     from_state, to_state = jnp.exp(kept + before[..., None] - stabilizer), only(reaches_end, jnp.exp(right))
-    row, column, carry = cumulative - stabilizer, log_input - cumulative, jnp.exp(kept[..., -1] + before - after)
-    return ChunkGates(row, column, mask, from_state, to_state, carry, stabilizer, document)
+    row, column, carry = fine - stabilizer, log_input - fine, jnp.exp(kept[..., -1] + before - after)
+    return ChunkGates(row, column, coarse, mask, from_state, to_state, carry, stabilizer, document)
 
 
 def _stabilizers(cumulative, floor, document, kept, initial, unroll):

@@ -90,7 +90,7 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
     b, s, h, qk_dim = q.shape
     scale = scale or qk_dim**-0.5
     initial = jnp.zeros((b, h), log_forget.dtype) if state is None else state.stabilizer
-    gates = chunk_gates(log_input, log_forget, resets, initial, tiling.chunk_size, unroll_scans=True)
+    gates = chunk_gates(log_input, log_forget, resets, initial, tiling.chunk_size, split_sums=False, unroll_scans=True)
     segments = num_segments(b * h, tiling, s // tiling.chunk_size)
     rows = keep(_rows(gates, segments))
     queries, keys, values = (_segmented(x, segments) for x in (q, k, v))
