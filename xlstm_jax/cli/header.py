@@ -126,8 +126,8 @@ def _describe_kernels(shape: Any) -> str:
         return "the model's own"
     heads, dtype = shape.num_heads, shape.dtype
     chosen = {
-        "mlstm": lambda: choose_mlstm(dtype, shape.qk_dim // heads, shape.v_dim // heads),
-        "mlstm_up": lambda: choose_mlstm(dtype, shape.inner_dim // heads, shape.inner_dim // heads),
+        "mlstm": lambda: choose_mlstm(dtype, shape.qk_dim // heads, shape.v_dim // heads, shape.cell_eps),
+        "mlstm_up": lambda: choose_mlstm(dtype, shape.inner_dim // heads, shape.inner_dim // heads, shape.cell_eps),
         "slstm": lambda: choose_slstm(shape.embedding_dim // heads, dtype),
     }
     lines = []

@@ -267,3 +267,11 @@ def test_kernels_compute_in_bfloat16_only(monkeypatch):
     monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_problem", lambda: None)
     with pytest.raises(ValueError, match="compute in bfloat16, and this is float32"):
         resolve_backend("mosaic", jnp.float32)
+
+
+def test_kernels_are_refused_for_an_eps_whose_gradient_they_leave_out(monkeypatch):
+    monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_problem", lambda: None)
+    assert choose_backend(eps=1e-4)[0] == "mosaic"
+    assert choose_backend(eps=1e-2)[0] == "chunkwise"
+    with pytest.raises(ValueError, match=r"exact gradients up to an eps of 0.0001, and this is 0.01"):
+        resolve_backend("mosaic", eps=1e-2)

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -26,6 +27,9 @@ LOGGER = logging.getLogger(__name__)
 FEW_POSITIONS = 2048
 """Positions of all heads up to which kernels that carry a state, or need heads filled up, are launched for longer than
 plain JAX takes."""
+
+LARGEST_KERNEL_EPS = 1e-4
+"""The kernels leave out the gradient of the stabiliser through `eps`, about three times `eps` of the gradient."""
 
 Form = Literal["reference", "parallel", "chunkwise", "mosaic"]
 Backend = Literal["auto", "reference", "parallel", "chunkwise", "mosaic"]
@@ -62,7 +66,8 @@ def mlstm(
         backend: The form of the computation; `auto` picks the fastest for this device: on Hopper GPUs, for bfloat16 and
             heads up to 256/512, the kernels `mosaic`, elsewhere and for short prompts `chunkwise`.
         input_gate: The activation of the input gates.
-        eps: Added to the denominator of the outputs, in units of the stabiliser.
+        eps: Added to the denominator of the outputs, in units of the stabiliser. Above 1e-4, `auto` takes no kernels
+            for GPUs.
 
     Returns:
         The hidden states, and the last state if asked for.
@@ -72,17 +77,17 @@ def mlstm(
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
     b, s, h, qk_dim = q.shape
-    form = resolve_backend(backend, v.dtype, qk_dim, v.shape[-1])
+    form = resolve_backend(backend, v.dtype, qk_dim, v.shape[-1], eps)
     does_more = state is not None or return_state or _is_filled_up(qk_dim, v.shape[-1])
     if backend == "auto" and form == "mosaic" and does_more and _is_small(b, s, h):
         say_once(LOGGER, "mLSTM, for a few positions: the chunkwise form in plain JAX.")
         form, chunk_size = "chunkwise", s
     if state is not None:
-        state = materialize(_cast(state, dtype))
+        state = materialize(_in_constant_units(_cast(state, dtype)))
     elif form != "mosaic":  # whose kernels begin with zeros by themselves
         state = materialize(empty_state(b, h, qk_dim, v.shape[-1], dtype))
     hidden, last = _implementation(form, chunk_size, eps, return_state)(q, k, v, log_input, log_forget, state, resets)
-    return (hidden, last) if return_state else hidden
+    return (hidden, _in_constant_units(last)) if return_state else hidden
 
 
 def mlstm_step(
@@ -103,6 +108,7 @@ def mlstm_step(
     all other backends step in plain JAX.
     """
     _check_step(q, k, v, igate, fgate, state)
+    state = _in_constant_units(state)
     dtype = state.memory.dtype
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
@@ -114,7 +120,7 @@ def mlstm_step(
         if problem is None:
             say_once(LOGGER, "mLSTM, token by token: the kernel for Hopper GPUs.")
             hidden, state = mosaic_step(state, q, k, v, log_input, log_forget, eps=eps)
-            return hidden.astype(v.dtype), state
+            return hidden.astype(v.dtype), _in_constant_units(state)
     qk_dim, v_dim = q.shape[-1], v.shape[-1]
     is_for_sequences = _is_filled_up(qk_dim, v_dim) and tiling_problem(qk_dim, v_dim) is None
     if backend == "mosaic" and (hopper_problem() or not is_for_sequences):
@@ -122,7 +128,7 @@ def mlstm_step(
     say_once(LOGGER, f"mLSTM, token by token: plain JAX, as {problem}.")
     q, k = q.astype(dtype), k.astype(dtype)
     hidden, state = reference.step(state, q, k, v.astype(dtype), log_input, log_forget, eps=eps)
-    return hidden.astype(v.dtype), state
+    return hidden.astype(v.dtype), _in_constant_units(state)
 
 
 def _is_small(b: int, s: int, h: int) -> bool:
@@ -137,15 +143,23 @@ def _cast(state: MLSTMState, dtype: jnp.dtype) -> MLSTMState:
     return MLSTMState(*(x.astype(dtype) for x in state))
 
 
-def choose_backend(dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512) -> tuple[Form, str]:
+def _in_constant_units(state: MLSTMState) -> MLSTMState:
+    """Drop the gradient of the stabiliser: across a state it is a choice of units."""
+    return state._replace(stabilizer=lax.stop_gradient(state.stabilizer))
+
+
+def choose_backend(
+    dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512, eps: float = 1e-6
+) -> tuple[Form, str]:
     """Return the form that `auto` picks on this device, and what is to be said about it.
 
     Args:
         dtype: The type of queries, keys and values.
         qk_dim: The size of a head's queries and keys.
         v_dim: The size of a head's values.
+        eps: What is added to the denominator.
     """
-    if problem := mosaic_problem(dtype, qk_dim, v_dim):
+    if problem := mosaic_problem(dtype, qk_dim, v_dim, eps):
         return "chunkwise", f"the chunkwise form in plain JAX, as {problem}"
     reason = "the chunkwise form in kernels for Hopper GPUs"
     if _is_filled_up(qk_dim, v_dim):
@@ -154,27 +168,33 @@ def choose_backend(dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: in
     return "mosaic", reason
 
 
-def mosaic_problem(dtype: DTypeLike, qk_dim: int, v_dim: int) -> str | None:
+def mosaic_problem(dtype: DTypeLike, qk_dim: int, v_dim: int, eps: float = 1e-6) -> str | None:
     """Return why the kernels for Hopper GPUs cannot compute this here, or `None` if they can."""
     if problem := hopper_problem():
         return problem
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the kernels for Hopper GPUs compute in bfloat16, and this is {jnp.dtype(dtype).name}"
+    if eps > LARGEST_KERNEL_EPS:
+        return (
+            f"the kernels for Hopper GPUs have exact gradients up to an eps of {LARGEST_KERNEL_EPS}, and this is {eps}"
+        )
     return tiling_problem(qk_dim, v_dim)
 
 
-def resolve_backend(backend: Backend, dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512) -> Form:
+def resolve_backend(
+    backend: Backend, dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512, eps: float = 1e-6
+) -> Form:
     """Return the form that computes on this device, and say what `auto` picks; a `ValueError` says why none can.
 
     The arguments after the first are those of `choose_backend`.
     """
     if backend == "auto":
-        form, reason = choose_backend(dtype, qk_dim, v_dim)
+        form, reason = choose_backend(dtype, qk_dim, v_dim, eps)
         say_once(LOGGER, f"mLSTM: {reason}.")
         return form
     if backend not in get_args(Form):
         raise ValueError(f"There is no mLSTM backend {backend!r}, only {', '.join(get_args(Backend))}.")
-    if backend == "mosaic" and (problem := mosaic_problem(dtype, qk_dim, v_dim)):
+    if backend == "mosaic" and (problem := mosaic_problem(dtype, qk_dim, v_dim, eps)):
         raise ValueError(f"The mLSTM backend 'mosaic' cannot run here: {problem}. Choose 'auto' or 'chunkwise'.")
     return backend
 

@@ -11,6 +11,8 @@ Gates       `log_input[s]` only scales what `k[s]` writes, so its gradient is `k
             difference need the same rounding errors. What a query reads is `q . dq`, not the closed form
             `h . dh + d dd`, because `dq` and `dk` round the same pairs of positions. What leaves the chunk is the part
             of `k . dk` that goes to the next memory, plus what passes through, not the memory times its gradient.
+Stabiliser  `eps` is added in units of `exp(stabilizer)`, so the gradient of the stabiliser is `-eps (dh . h) / d`. It
+            goes to the gates that the largest exponent is the sum of.
 Layout      chunks first, then batch and heads: `[n b h l ...]`.
 Numerics    gates, sums and memories in float32 (float64 for such inputs); operands of products in the dtype of `v`.
 """
@@ -64,7 +66,12 @@ def _backward(chunk_size, eps, residuals, cotangents):
     q, k, v, log_input, log_forget, state, resets, hidden, denominator = residuals
     dhidden, dlast = cotangents[0], materialize(cotangents[1])
     dtype, scale = state.memory.dtype, q.shape[-1] ** -0.5
-    gates = chunk_gates(log_input, log_forget, resets, state.stabilizer, chunk_size)
+
+    def stabilizers(log_input, log_forget):
+        gates = chunk_gates(log_input, log_forget, resets, state.stabilizer, chunk_size)
+        return gates.stabilizer, gates
+
+    _, through_stabilizers, gates = jax.vjp(stabilizers, log_input, log_forget, has_aux=True)
     q_, k_, v_ = (_chunked(x, chunk_size) for x in (q, k, v))
     hidden, dhidden = (_chunked(x, chunk_size).astype(dtype) for x in (hidden, dhidden))
     memories, normalizers, _ = _memories(k_, v_, gates, state)
@@ -98,13 +105,14 @@ def _backward(chunk_size, eps, residuals, cotangents):
     read, written = _dots(q_, dq), _dots(k_, dk)
     through = jnp.sum(memories * dmemories, axis=(-2, -1)) + jnp.sum(normalizers * dnormalizers, axis=-1)
     leaving = gates.carry * through + jnp.sum(kept, axis=-1)
-    dlog_forget = _flow(read - written, leaving, gates)
+    dlog_input, dlog_forget = _unchunked(written[..., None])[..., 0], _flow(read - written, leaving, gates)
     if resets is not None:
         dlog_forget = jnp.where(resets[..., None], 0.0, dlog_forget)
+    through_input, through_forget = through_stabilizers(-eps * aligned / divisor)
     return (
         *(_unchunked(dx).astype(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v))),
-        _unchunked(written[..., None])[..., 0],
-        dlog_forget,
+        dlog_input + through_input,
+        dlog_forget + through_forget,
         MLSTMState(dmemory, dnormalizer, jnp.zeros_like(dlast.stabilizer)),
         None,
     )

@@ -24,6 +24,11 @@ def log_input_gate(igate: Float[Array, "..."], input_gate: InputGate) -> Float[A
     return igate if input_gate == "exp" else jax.nn.log_sigmoid(igate)
 
 
+def scaled_eps(eps: float, stabilizer: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return `eps`, with the gradient that `eps exp(stabilizer)` has in units of a constant `exp(stabilizer)`."""
+    return eps * (1 + (stabilizer - lax.stop_gradient(stabilizer)))
+
+
 class ChunkGates(NamedTuple):
     """What the gates say about a sequence in `n` chunks of `l` positions.
 
@@ -44,6 +49,7 @@ class ChunkGates(NamedTuple):
     carry: Float[Array, "n b h"]
     """What is left of the memory before the chunk after it."""
     stabilizer: Float[Array, "n b h l"]
+    """The only field that has a gradient through the stabilisers: in all others, they are constant units."""
     document: Int[Array, "n b 1 l"] | None
     """Which document of its chunk a position belongs to, if documents begin somewhere."""
 
@@ -104,7 +110,8 @@ def chunk_gates(
     fine = scan(rest, "sum", unroll=unroll_scans)
     cumulative = fine if coarse is None else coarse + fine
     kept = only(reads_state, cumulative, -jnp.inf)
-    before, stabilizer = _stabilizers(cumulative, floor, document, kept, initial, unroll_scans)
+    before, with_gradient = _stabilizers(cumulative, floor, document, kept, initial, unroll_scans)
+    before, stabilizer = lax.stop_gradient((before, with_gradient))
     # A memory is written in the units in which the next chunk reads it, to the last bit: see `_carried`.
     after = jnp.concatenate([before[1:], stabilizer[-1:, ..., -1]])
     right = fine[..., -1:] - fine + log_input - after[..., None]
@@ -112,12 +119,11 @@ def chunk_gates(
         right = (coarse[..., -1:] - coarse) + right
     from_state, to_state = jnp.exp(kept + before[..., None] - stabilizer), only(reaches_end, jnp.exp(right))
     row, column, carry = fine - stabilizer, log_input - fine, jnp.exp(kept[..., -1] + before - after)
-    return ChunkGates(row, column, coarse, mask, from_state, to_state, carry, stabilizer, document)
+    return ChunkGates(row, column, coarse, mask, from_state, to_state, carry, with_gradient, document)
 
 
 def _stabilizers(cumulative, floor, document, kept, initial, unroll):
     """Compute the stabilisers before each chunk and of each position."""
-    cumulative, floor, kept, initial = lax.stop_gradient((cumulative, floor, kept, initial))
     within = cumulative + scan(floor - cumulative, "max", document, unroll=unroll)
     crossed = None if document is None else document[..., -1] == 0
     before = _carried(initial, cumulative[..., -1], crossed, within[..., -1], unroll)

@@ -1,9 +1,10 @@
 """The mLSTM of all positions at once: quadratic in the length, as attention is."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from xlstm_jax.kernels.mlstm.gates import chunk_gates
+from xlstm_jax.kernels.mlstm.gates import chunk_gates, scaled_eps
 from xlstm_jax.kernels.mlstm.state import MLSTMState
 
 
@@ -33,7 +34,8 @@ def mlstm_parallel(
     numerator = from_state[..., None] * old + new
     old_sum = jnp.einsum("bshk,bhk->bhs", q.astype(dtype), state.normalizer)
     denominator = from_state * old_sum + jnp.sum(scores, axis=-1)
-    hidden = numerator / (jnp.maximum(jnp.abs(denominator), jnp.exp(-stabilizer)) + eps)[..., None]
+    floor = jnp.exp(-lax.stop_gradient(stabilizer))
+    hidden = numerator / (jnp.maximum(jnp.abs(denominator), floor) + scaled_eps(eps, stabilizer))[..., None]
     weighted = to_state[..., None] * jnp.moveaxis(k, 2, 1).astype(dtype)
     last = MLSTMState(
         memory=carry[..., None, None] * state.memory

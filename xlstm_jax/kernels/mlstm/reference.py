@@ -7,7 +7,11 @@ With `q` scaled by `1/sqrt(qk_dim)`, `i = exp(igate)` (or its sigmoid) and `f = 
     hidden[t]     = memory[t]^T q[t] / max(|normalizer[t] . q[t]|, 1)
 
 All of it is stored in units of `exp(stabilizer[t])`, `stabilizer[t] = max(stabilizer[t-1] + log f[t], log i[t])`, so
-that nothing overflows; `eps` is added to the denominator in these units.
+that nothing overflows; `eps` is added to the denominator in these units. Without them, the denominator is
+
+    max(|normalizer[t] . q[t]|, 1) + eps exp(stabilizer[t])
+
+Only this last term depends on the stabiliser, so only there it has a gradient; as a choice of units it has none.
 """
 
 import jax
@@ -15,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from xlstm_jax.kernels.mlstm.gates import scaled_eps
 from xlstm_jax.kernels.mlstm.state import MLSTMState
 
 
@@ -30,13 +35,15 @@ def step(
 ) -> tuple[Float[Array, "b h v"], MLSTMState]:
     """Read one token into the memory, and read its hidden state out of it."""
     q = q * q.shape[-1] ** -0.5
-    stabilizer = lax.stop_gradient(jnp.maximum(state.stabilizer + log_forget, log_input))
-    keep = jnp.exp(log_forget + lax.stop_gradient(state.stabilizer) - stabilizer)[..., None]
-    write = jnp.exp(log_input - stabilizer)[..., None]
+    stabilizer = jnp.maximum(state.stabilizer + log_forget, log_input)
+    units_before, units = lax.stop_gradient((state.stabilizer, stabilizer))
+    keep = jnp.exp(log_forget + units_before - units)[..., None]
+    write = jnp.exp(log_input - units)[..., None]
     memory = keep[..., None] * state.memory + (write * k)[..., :, None] * v[..., None, :]
     normalizer = keep * state.normalizer + write * k
     numerator = jnp.einsum("bhk,bhkv->bhv", q, memory)
-    denominator = jnp.maximum(jnp.abs(jnp.sum(q * normalizer, axis=-1)), jnp.exp(-stabilizer)) + eps
+    overlap = jnp.abs(jnp.sum(q * normalizer, axis=-1))
+    denominator = jnp.maximum(overlap, jnp.exp(-units)) + scaled_eps(eps, stabilizer)
     return numerator / denominator[..., None], MLSTMState(memory, normalizer, stabilizer)
 
 

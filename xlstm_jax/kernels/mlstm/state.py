@@ -12,7 +12,8 @@ class MLSTMState(NamedTuple):
     """The memory of each head, in units of `exp(stabilizer)`.
 
     The true memory is `exp(stabilizer) * memory`, the true normaliser `exp(stabilizer) * normalizer`. Only these
-    products have a meaning, so the stabiliser is a choice of units: it carries no gradient.
+    products have a meaning, so the stabiliser of a state is a choice of units: it carries no gradient. Outputs depend
+    on it only through `eps`, so a gradient that crosses a state lacks a part of the order of `eps`.
     """
 
     memory: Float[Array, "b h k v"]
