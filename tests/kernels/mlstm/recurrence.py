@@ -68,9 +68,10 @@ def recurrence(inputs, dhidden, state=None, dlast=None, *, eps=0.0):
         dfgate[t] = (dkeep * keep[t] + ~is_new * dstabilizer) / (1 + np.exp(fgate[t]))
         dmemory, dnormalizer = keep[t, ..., None, None] * dmemory, keep[t, ..., None] * dnormalizer
         dstabilizer = ~is_new * dstabilizer
-    last = MLSTMState(memories[-1] * _over(-last, 2), normalizers[-1] * _over(-last, 1), last)
-    dinputs = (np.moveaxis(x, 0, 1) for x in gradients)
-    return np.stack(hidden, axis=1), last, Gradients(*dinputs, dmemory * _over(first, 2), dnormalizer * _over(first, 1))
+    end = MLSTMState._make([memories[-1] * _over(-last, 2), normalizers[-1] * _over(-last, 1), last])
+    dinputs = [np.moveaxis(x, 0, 1) for x in gradients]
+    dstate = [dmemory * _over(first, 2), dnormalizer * _over(first, 1)]
+    return np.stack(hidden, axis=1), end, Gradients._make(dinputs + dstate)
 
 
 def _exact(x):
