@@ -61,7 +61,7 @@ class Row:
     peer_batch: int
     """The largest batch that is tried with the peer: twice as many rows do not fit into 140 GiB, if it is smaller."""
     seconds: dict[str, int]
-    """How long each part is expected to take on an H200: with less time left, it is not started."""
+    """The parts of this row, and how long each is expected to take on an H200: with less time left, it is left out."""
 
     @property
     def name(self) -> str:
@@ -71,6 +71,8 @@ class Row:
     @property
     def peers(self) -> tuple[str, ...]:
         """The peers of this experiment."""
+        if "peer" not in self.seconds:
+            return ()
         return ("llama", "llama-documents") if self.experiment.startswith("llama") else ("xlstm",)
 
 
@@ -81,7 +83,20 @@ ROWS = (
     Row("xlstm_1_4b", 8, 4, {"log": 200, "step": 130, "peer": 90}),
     Row("llama_160m", 16, 16, {"log": 90, "step": 50, "peer": 70}),
     Row("llama_1_4b", 8, 8, {"log": 180, "step": 110, "peer": 120}),
+    Row("paper_125m", 32, 0, {"log": 120}),
+    Row("paper_125m_7_1", 32, 0, {"log": 150}),
+    Row("paper_350m", 32, 0, {"log": 180}),
+    Row("paper_350m_7_1", 32, 0, {"log": 200}),
+    Row("paper_350m_llama", 32, 0, {"log": 120}),
+    Row("llama_400m", 16, 0, {"log": 130}),
+    Row("llama_830m", 8, 0, {"log": 150}),
+    Row("llama_2_7b", 4, 0, {"log": 250}),
+    Row("xlstm_2_7b", 4, 0, {"log": 300}),
+    Row("xlstm_7b", 1, 0, {"log": 300}),
 )
+"""The targets of the project first, then what else there is a recipe for."""
+ENOUGH_ROWS = 3
+"""Rows of the log after the first steps that will do if the time is up before the last step."""
 
 
 class TimeUpError(Exception):
@@ -131,11 +146,14 @@ class Process:
     """How a process ended."""
 
     output: str
-    exit_code: int
+    exit_code: int | None
+    """`None` if the time was up."""
     seconds: float
 
     def raise_for_failure(self) -> None:
         """Raise an error with the last line that tells why, if the process failed."""
+        if self.exit_code is None:
+            raise TimeUpError
         if self.exit_code:
             lines = [line.strip() for line in self.output.splitlines() if line.strip()]
             errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
@@ -158,11 +176,9 @@ def run_process(
         )
         exit_code = None
         try:
-            while exit_code is None:
+            while exit_code is None and time.perf_counter() - start < limit:
                 if is_done():
                     exit_code = 0
-                elif time.perf_counter() - start > limit:
-                    raise TimeUpError
                 else:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         exit_code = child.wait(0.1)
@@ -185,9 +201,10 @@ def measure_log(row: Row, folder: Path, limit: float, settings: Sequence[str]) -
         return any(each["log_step"] >= LAST_STEP for each in read_rows(logs / "metrics_train.jsonl"))
 
     process = run_process(command, environment_of(folder) | {"COLUMNS": "300"}, limit, is_done)
-    process.raise_for_failure()
     rows = [each for each in read_rows(logs / "metrics_train.jsonl") if "tokens_per_second" in each]
     rows = [each for each in rows if each["log_step"] <= LAST_STEP]
+    if process.exit_code is not None or sum(each["log_step"] > FIRST_STEP for each in rows) < ENOUGH_ROWS:
+        process.raise_for_failure()
     (startup, *_) = read_rows(logs / "metrics_startup.jsonl")
     (model, *_) = read_rows(logs / "metrics_model.jsonl")
     measured = [each for each in rows if each["log_step"] > FIRST_STEP]
@@ -335,7 +352,7 @@ def measure_all(results: Results, options: argparse.Namespace) -> Iterator[str]:
                 entry = {"error": f"stopped after {SECONDS[kind]} s"}
             except (RuntimeError, OSError, ValueError, KeyError) as error:
                 entry = {"error": f"{error}" if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"}
-            entry["date"], entry["seconds"] = results.date, round(time.perf_counter() - start, 1)
+            entry["date"], entry["seconds"] = datetime.date.today().isoformat(), round(time.perf_counter() - start, 1)
             results.put(row, part, entry)
             rates = [
                 f"{each['tokens_per_second']:,.0f} tokens/s"
@@ -350,8 +367,12 @@ def measurements(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[R
     rows = [row for row in ROWS if not options.only or row.experiment in options.only]
     for row in rows:
         folder = scratch / row.experiment
-        yield row, "log", lambda limit, row=row, folder=folder: measure_log(row, folder / "log", limit, options.set)
-        yield row, "step", lambda limit, row=row, folder=folder: measure_step(row, folder / "step", limit, options.set)
+        for part in [part for part in ("log", "step") if part in row.seconds]:
+
+            def measure(limit: float, row: Row = row, part: str = part, folder: Path = folder / part) -> Entry:
+                return {"log": measure_log, "step": measure_step}[part](row, folder, limit, options.set)
+
+            yield row, part, measure
         shutil.rmtree(folder, ignore_errors=True)
     for row in rows:
         for peer in row.peers:
@@ -388,7 +409,12 @@ def render_page(results: Results) -> str:
     ]:
         parts += ["## Startup", "\n".join(f"- {row.name}: {text}" for row, text in startups)]
     parts += ["## Commands", "\n".join(f"- {line}" for line in describe_commands(results, rows))]
-    missing = [f"{row.name} ({part})" for row in ROWS for part in ("log", "step") if not results.get(row, part)]
+    missing = [
+        f"{row.name} ({part})"
+        for row in ROWS
+        for part in ("log", "step")
+        if part in row.seconds and not results.get(row, part)
+    ]
     if missing:
         parts.append(f"Not measured yet: {', '.join(missing)}.")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -474,7 +500,7 @@ def best_peer(results: Results, row: Row) -> float | None:
     """Return the tokens/s of the fastest peer that does not separate documents."""
     names = [peer for peer in row.peers if not peer.endswith("-documents")]
     rates = [results.get(row, f"peer:{peer}").get("tokens_per_second", 0) for peer in names]
-    return max(rates) or None
+    return max(rates, default=0) or None
 
 
 def describe_commands(results: Results, rows: Sequence[Row]) -> Iterator[str]:
@@ -507,7 +533,7 @@ def render_chart(results: Results) -> str | None:
     groups = {}
     for row in ROWS:
         log, peer = results.get(row, "log"), best_peer(results, row)
-        if not log.get("mfu_6n"):
+        if not row.peers or not log.get("mfu_6n"):
             continue
         # Both have the same parameters, so that shares are in the ratio of rates.
         rates = {"xlstm_jax": log["tokens_per_second"], "PyTorch peer": peer}

@@ -1,6 +1,6 @@
 """A real training run: xLSTM-160M and its Llama twin learn Python from the packages that are installed here.
 
-    python benchmarks/real_run.py [--folder runs/real_run] [--seconds 180] [--only data xlstm llama] [--tiny]
+    python benchmarks/real_run.py [--folder runs/real_run] [--seconds 180] [--only data xlstm llama] [--time-limit 540]
 
 Everything goes through the command line, as a user would type it; each command is printed. The source code of all
 installed packages is tokenised with a tokenizer that is trained on it. Both models train on the same tokens in the same
@@ -8,8 +8,9 @@ order, for as many steps as xLSTM is expected to take in --seconds at --rate tok
 on the way and resumed. Afterwards both continue a few prompts.
 
 Written into the folder: results.md with loss, time and throughput, loss_by_tokens.svg and loss_by_time.svg,
-samples.txt, and report.html with all curves. Parts that are done already are skipped, so the script can be run in
-several calls.
+samples.txt, and report.html with all curves. Parts that are done already are skipped, and a run that was not done at
+the time limit goes on from its last checkpoint, so the script can be run in several calls. --tiny takes models for a
+CPU.
 """
 
 import argparse
@@ -91,25 +92,46 @@ def step_of(folder: Path) -> int:
         return 0
 
 
-def train(model: str, arguments: argparse.Namespace) -> None:
-    """Train a model to the end; the xLSTM is killed on the way."""
+def train(model: str, arguments: argparse.Namespace, end: float) -> bool:
+    """Train a model to the end, or kill it at some time; return whether it is done. The xLSTM is killed on the way."""
     folder = arguments.folder / model
-    begin = time.monotonic()
-    process = subprocess.Popen(command(*train_words(model, arguments)), env=environment())
-    events: dict[str, Any] = {"killed_at": None}
-    if model == "xlstm" and not arguments.no_kill:
-        while process.poll() is None and step_of(folder) < 0.45 * arguments.steps:
-            time.sleep(0.2)
-        if process.poll() is None:
+    events = events_of(folder)
+    goes_on = (folder / "config.yaml").exists()
+    while True:
+        begin = time.monotonic()
+        words = ["resume", str(folder)] if goes_on else train_words(model, arguments)
+        process = subprocess.Popen(command(*words), env=environment())
+        is_to_be_killed = model == "xlstm" and not arguments.no_kill and events["killed_at"] is None
+        code = wait_for(process, end, folder, 0.45 * arguments.steps if is_to_be_killed else float("inf"))
+        events["seconds"] += time.monotonic() - begin
+        if code is None:
+            is_over = time.monotonic() >= end
+            print(f"{model}: killed after step {step_of(folder)}{', as the time is over' * is_over}.", flush=True)
+            events["killed_at"] = events["killed_at"] or step_of(folder)
+        elif code:
+            raise SystemExit(f"{model}: exit code {code}")
+        if folder.exists():
+            (folder / "events.json").write_text(json.dumps(events | {"is_done": code == 0}))
+        if code == 0 or time.monotonic() >= end:
+            return code == 0
+        goes_on = True
+
+
+def wait_for(process: subprocess.Popen, end: float, folder: Path, last_step: float) -> int | None:
+    """Return the exit code of a run; kill it at some time, or at a step, and return `None`."""
+    while (code := process.poll()) is None:
+        if time.monotonic() >= end or step_of(folder) >= last_step:
             process.send_signal(signal.SIGKILL)
             process.wait()
-            events = {"killed_at": step_of(folder), "seconds_before_kill": time.monotonic() - begin}
-            print(f"Killed after step {events['killed_at']}.", flush=True)
-            process = subprocess.Popen(command("resume", str(folder)), env=environment())
-    if code := process.wait():
-        raise SystemExit(f"{model}: exit code {code}")
-    events["seconds"] = time.monotonic() - begin
-    (folder / "done.json").write_text(json.dumps(events))
+            return None
+        time.sleep(0.2)
+    return code
+
+
+def events_of(folder: Path) -> dict[str, Any]:
+    """Return what has happened to a run: at which step it was killed, how long it took, whether it is done."""
+    file = folder / "events.json"
+    return json.loads(file.read_text()) if file.exists() else {"killed_at": None, "seconds": 0.0, "is_done": False}
 
 
 def rows_of(folder: Path, part: str) -> dict[int, dict[str, Any]]:
@@ -149,16 +171,16 @@ def _smoothed(points: list[tuple[float, float]], window: int = 5) -> list[tuple[
 def write_results(arguments: argparse.Namespace) -> None:
     """Write the table, the charts, the samples and the page."""
     folder = arguments.folder
-    done = [model for model in EXPERIMENTS if (folder / model / "done.json").exists()]
+    started = [model for model in EXPERIMENTS if rows_of(folder / model, "train")]
     table = [
         "| model | tokens | last loss | validation loss | tokens/s | training s | wall s, all | killed at step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines: dict[str, tuple[list, list]] = {}
     marks = []
-    for model in done:
+    for model in started:
         run = folder / model
-        events = json.loads((run / "done.json").read_text())
+        events = events_of(run)
         rows = rows_of(run, "train")
         by_tokens, by_time = lines[NAMES[model]] = curves(run)
         rates = [row["tokens_per_second"] for row in rows.values() if "tokens_per_second" in row]
@@ -177,12 +199,12 @@ def write_results(arguments: argparse.Namespace) -> None:
         points = {model: line[index] for model, line in lines.items()}
         (folder / f"{name}.svg").write_text(line_chart(title, label, "nats per token", points, at))
     with (folder / "samples.txt").open("w") as samples:
-        for model in done:
+        for model in started:
             prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
             words = command("generate", str(folder / model), *prompts, "-n", "120", "-t", "0.6")
             result = subprocess.run(words, env=environment(), capture_output=True, text=True)
             samples.write(f"===== {NAMES[model]}\n{result.stdout or result.stderr[-500:]}\n")
-    runs = [str(folder / model) for model in done]
+    runs = [str(folder / model) for model in started]
     subprocess.run(command("report", *runs, "--output", str(folder / "report.html")), env=environment(), check=True)
     text = "\n".join(table)
     (folder / "results.md").write_text(text + "\n")
@@ -203,6 +225,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--only", nargs="*", default=["data", "xlstm", "llama", "results"], help="parts to do")
     parser.add_argument("--no-kill", action="store_true")
+    parser.add_argument(
+        "--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="kill what still trains after this"
+    )
     parser.add_argument("--tiny", action="store_true", help="models for a CPU")
     arguments = parser.parse_args()
     if not arguments.tiny and not list_gpus():
@@ -210,6 +235,7 @@ def main() -> None:
         return
     arguments.folder = arguments.folder.resolve()
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + arguments.time_limit
     if arguments.steps is None:
         arguments.steps = round(arguments.seconds * arguments.rate / (arguments.batch_size * arguments.context))
     if "data" in arguments.only and not (arguments.folder / "data" / "validation").exists():
@@ -217,8 +243,13 @@ def main() -> None:
         prepare_data(arguments)
         print(f"Prepared the data in {time.monotonic() - begin:.0f} s.", flush=True)
     for model in EXPERIMENTS:
-        if model in arguments.only and not (arguments.folder / model / "done.json").exists():
-            train(model, arguments)
+        if (
+            model in arguments.only
+            and not events_of(arguments.folder / model)["is_done"]
+            and not train(model, arguments, end)
+        ):
+            print(f"The time is over: run this again for the rest of {model}.", flush=True)
+            break
     if "results" in arguments.only:
         write_results(arguments)
 

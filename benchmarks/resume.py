@@ -1,11 +1,12 @@
 """Whether a run that is killed again and again ends with the parameters of a run that is not: bit by bit, on a GPU.
 
-    python benchmarks/resume.py [--kills 10] [--steps 600] [--time-limit 270] [--tiny]
+    python benchmarks/resume.py [--kills 10] [--steps 600] [--time-limit 270] [--end 520] [--json FILE] [--tiny]
     python benchmarks/resume.py --cost [--steps 60]
 
 Each mode trains one model on the source of Python's standard library through the command line: once or twice without a
 stop, and once with SIGKILL at random times, resumed after each. All runs share the GPU, so that kernels are autotuned
-under the worst conditions. The modes:
+under the worst conditions. A comparison is printed as soon as both of its runs have ended. What still runs at --end is
+killed, and compared at the last step that both have a checkpoint of. The modes:
 
     default          as shipped, with the compilation cache
     no cache         as shipped, but each start compiles and autotunes again, as after an update or on another machine
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +59,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def train_words(folder: Path, data: Path, arguments: argparse.Namespace, settings: list[str]) -> list[str]:
     """Return the command that starts a run in a folder, or continues it."""
+    every = arguments.checkpoint_every
     return command(
         "train",
         *(TINY if arguments.tiny else MODEL),
@@ -69,7 +72,8 @@ def train_words(folder: Path, data: Path, arguments: argparse.Namespace, setting
         f"num_train_steps={arguments.steps}",
         "scheduler.warmup_steps=20",
         "logger.log_every_n_steps=5",
-        f"callbacks.checkpoint.every_n_steps={arguments.checkpoint_every}",
+        f"callbacks.checkpoint.every_n_steps={every}",
+        f"callbacks.checkpoint.keep_every={every * max(1, arguments.steps // (4 * every))}",
         "callbacks.checkpoint.monitor=null",
         "callbacks.report=null",
         *settings,
@@ -91,24 +95,31 @@ def run_once(words: list[str], folder: Path, env: dict[str, str]) -> subprocess.
         return subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
-def train_to_the_end(words: list[str], folder: Path, env: dict[str, str]) -> None:
-    """Train without a stop."""
-    if code := run_once(words, folder, env).wait():
+def train_to_the_end(words: list[str], folder: Path, env: dict[str, str], end: float) -> None:
+    """Train without a stop, but not beyond a time."""
+    process = run_once(words, folder, env)
+    try:
+        code = process.wait(max(end - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        print(f"{folder.name} was stopped after step {step_of(folder)}, as the time is over.", flush=True)
+        return
+    if code:
         raise RuntimeError(f"exit code {code}: {folder.with_suffix('.log').read_text()[-1000:]}")
 
 
 def train_with_kills(
-    words: list[str], folder: Path, env: dict[str, str], kills: int, deadline: float, seed: int
+    words: list[str], folder: Path, env: dict[str, str], arguments: argparse.Namespace, begin: float
 ) -> list[int]:
     """Kill a run at random times, resume it each time, and return the steps at which it was killed."""
-    draw, killed_at, attempts = random.Random(seed), [], 0
-    while len(killed_at) < kills and time.monotonic() < deadline:
+    draw, killed_at, end = random.Random(arguments.seed), [], begin + arguments.end
+    while len(killed_at) < arguments.kills and time.monotonic() < begin + arguments.time_limit:
         start = step_of(folder)
         process = run_once(words, folder, env)
-        attempts += 1
         in_startup = draw.random() < 0.25
         wait = draw.uniform(1, 8) if in_startup else draw.uniform(0.5, 3)
-        while not in_startup and process.poll() is None and step_of(folder) <= start:
+        while not in_startup and process.poll() is None and step_of(folder) <= start and time.monotonic() < end:
             time.sleep(0.05)
         try:
             code = process.wait(wait)
@@ -120,20 +131,25 @@ def train_with_kills(
         if code:
             raise RuntimeError(f"exit code {code}: {folder.with_suffix('.log').read_text()[-1000:]}")
         break  # at the end of training
-    train_to_the_end(words, folder, env)
+    train_to_the_end(words, folder, env, end)
     return killed_at
 
 
-def final_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """Read parameters and optimizer state of the last checkpoint."""
+def checkpoints_of(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by their steps."""
+    found = (folder / "checkpoints").glob("checkpoint_*")
+    return {int(number): path for path in found if (number := path.name.removeprefix("checkpoint_")).isdigit()}
+
+
+def read_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Read parameters and optimizer state."""
     import jax
     import orbax.checkpoint as ocp
 
-    checkpoints = sorted((folder / "checkpoints").glob("checkpoint_*"), key=lambda path: int(path.name.split("_")[1]))
     arrays = {}
     for item in ("params", "opt_state"):
         handler = ocp.PyTreeCheckpointer()
-        path = checkpoints[-1].resolve() / item
+        path = checkpoint.resolve() / item
         tree = handler.metadata(path).item_metadata.tree
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         restored = handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
@@ -153,9 +169,22 @@ def losses(folder: Path) -> dict[int, float]:
     return found
 
 
-def compare(first: Path, second: Path) -> str:
-    """Return the columns of the table that say how far two runs differ."""
-    ours, theirs = final_arrays(first), final_arrays(second)
+def compare(first: Path, second: Path) -> dict[str, Any]:
+    """Say how far two runs differ: their losses, and the arrays of the last checkpoint that both have."""
+    a, b = losses(first), losses(second)
+    both = sorted(a.keys() & b.keys())
+    differing = [step for step in both if a[step] != b[step]]
+    row: dict[str, Any] = {"losses compared": len(both), "first loss that differs": differing[0] if differing else "-"}
+    if both:
+        row["difference of last losses"] = f"{abs(a[both[-1]] - b[both[-1]]):.1e}"
+    ours, theirs = checkpoints_of(first), checkpoints_of(second)
+    if not (common := ours.keys() & theirs.keys()):
+        return {"step": "-", "same bits": "no checkpoint in common"} | row
+    return {"step": max(common)} | compare_arrays(*(read_arrays(each[max(common)]) for each in (ours, theirs))) | row
+
+
+def compare_arrays(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Say how far the arrays of two checkpoints differ."""
     assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
     num_bits = num_equal_bits = num_values = num_equal = 0
     largest, equal_arrays = 0.0, 0
@@ -169,19 +198,29 @@ def compare(first: Path, second: Path) -> str:
         if name.startswith("params"):
             scale = np.sqrt(np.mean(np.square(a, dtype=np.float64))) or 1.0
             largest = max(largest, float(np.max(np.abs(a.astype(np.float64) - b))) / scale)
-    a, b = losses(first), losses(second)
-    differing = [step for step in sorted(a.keys() & b.keys()) if a[step] != b[step]]
-    return " | ".join(
-        (
-            "yes" if num_bits == num_equal_bits else "no",
-            f"{num_equal_bits / num_bits:.6f}",
-            f"{num_equal / num_values:.4f}",
-            f"{equal_arrays}/{len(ours)}",
-            f"{largest:.1e}",
-            str(differing[0]) if differing else "-",
-            f"{abs(a[max(a)] - b[max(b)]):.1e}",
-        )
-    )
+    return {
+        "same bits": "yes" if num_bits == num_equal_bits else "no",
+        "equal bits": f"{num_equal_bits / num_bits:.6f}",
+        "equal values": f"{num_equal / num_values:.4f}",
+        "equal arrays": f"{equal_arrays}/{len(ours)}",
+        "largest difference of a parameter / rms": f"{largest:.1e}",
+    }
+
+
+COLUMNS = (
+    "mode",
+    "second run",
+    "kills",
+    "step",
+    "same bits",
+    "equal bits",
+    "equal values",
+    "equal arrays",
+    "largest difference of a parameter / rms",
+    "losses compared",
+    "first loss that differs",
+    "difference of last losses",
+)
 
 
 def measure_resuming(arguments: argparse.Namespace, folder: Path) -> None:
@@ -192,8 +231,7 @@ def measure_resuming(arguments: argparse.Namespace, folder: Path) -> None:
     subprocess.run(prepare, env=environment(JAX_PLATFORMS="cpu"), check=True, stdout=subprocess.DEVNULL)
     print(f"Prepared the data in {time.monotonic() - begin:.0f} s.", flush=True)
     runs = [(mode, number) for mode in arguments.modes for number in range(1 + UNINTERRUPTED[mode])]
-    share, deadline = f"{0.9 / len(runs):.3f}", begin + arguments.time_limit
-    num_killed: dict[str, list[int]] = {}
+    share, num_killed = f"{0.9 / len(runs):.3f}", {}
 
     def run(mode: str, number: int) -> None:
         settings, changes = MODES[mode]
@@ -202,26 +240,37 @@ def measure_resuming(arguments: argparse.Namespace, folder: Path) -> None:
         env = environment(XLA_PYTHON_CLIENT_MEM_FRACTION=share, XLA_PYTHON_CLIENT_PREALLOCATE="false", **changes)
         words = train_words(path, data, arguments, settings)
         if number:
-            train_to_the_end(words, path, env)
+            train_to_the_end(words, path, env, begin + arguments.end)
         else:
-            num_killed[mode] = train_with_kills(words, path, env, arguments.kills, deadline, arguments.seed)
+            num_killed[mode] = train_with_kills(words, path, env, arguments, begin)
         print(f"{mode}, {'without a stop' if number else 'killed'}: {time.monotonic() - begin:.0f} s", flush=True)
 
+    rows, done = [], set()
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     with concurrent.futures.ThreadPoolExecutor(len(runs)) as pool:
         futures = {pool.submit(run, mode, number): (mode, number) for mode, number in runs}
-        failed = {run for future, run in futures.items() if (error := future.exception()) and not print(run, error)}
-    print(f"\nAll runs took {time.monotonic() - begin:.0f} s. Kills at steps: {num_killed}\n")
-    print(
-        "| mode | second run | kills | same bits | equal bits | equal values | equal arrays | largest difference of a "
-        "parameter / rms | first loss that differs | difference of last losses |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for mode in arguments.modes:
-        paths = [folder / f"{mode} {number}".replace(" ", "_") for number in range(1 + UNINTERRUPTED[mode])]
-        for number in (0, 2):
-            if number < len(paths) and not failed & {(mode, number), (mode, 1)}:
-                what, kills = ("killed", len(num_killed[mode])) if number == 0 else ("not killed", 0)
-                print(f"| {mode} | {what} | {kills} | {compare(paths[1], paths[number])} |", flush=True)
+        for future in concurrent.futures.as_completed(futures):
+            mode, number = futures[future]
+            if error := future.exception():
+                print(f"{mode} {number}: {error}", flush=True)
+                continue
+            done.add((mode, number))
+            for other in {0, 2} if number == 1 else {number}:
+                if {(mode, 1), (mode, other)} <= done:
+                    paths = [folder / f"{mode} {each}".replace(" ", "_") for each in (1, other)]
+                    kills = {"second run": "not killed", "kills": 0}
+                    if other == 0:
+                        kills = {"second run": "killed", "kills": len(num_killed[mode]), "at": num_killed[mode]}
+                    rows.append({"mode": mode, **kills, **compare(*paths)})
+                    print(f"| {' | '.join(str(rows[-1].get(name, '-')) for name in COLUMNS)} |", flush=True)
+                    write_json(arguments, rows)
+    print(f"\nAll runs took {time.monotonic() - begin:.0f} s. Kills at steps: {num_killed}")
+
+
+def write_json(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write what was measured so far, if there is a file for it."""
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def measure_cost(arguments: argparse.Namespace, folder: Path) -> None:
@@ -229,20 +278,23 @@ def measure_cost(arguments: argparse.Namespace, folder: Path) -> None:
     words = ["experiment=xlstm_160m", "batch_size=16", "data=synthetic"]
     if arguments.tiny:
         words = [*TINY, "data=synthetic", "model.vocab_size=256"]
-    print("| trainer.deterministic | tokens/s |\n|---|---|")
+    print("| trainer.deterministic | tokens/s |\n|---|---|", flush=True)
+    end, measured = time.monotonic() + arguments.end, []
     for value in ("false", "true"):
         path = folder / value
         path.mkdir()
         options = [f"num_train_steps={arguments.steps}", "scheduler.warmup_steps=0", "scheduler.cooldown_steps=0"]
         options += ["logger.log_every_n_steps=10", "callbacks.checkpoint=null", "callbacks.report=null"]
         options += [f"trainer.deterministic={value}", f"hydra.run.dir={path}"]
-        train_to_the_end(command("train", *words, *options), path, environment())
+        train_to_the_end(command("train", *words, *options), path, environment(), end)
         rows = list(map(json.loads, (path / "file_logs" / "metrics_train.jsonl").read_text().splitlines()))
         rates = [row[name] for row in rows for name in row if name.startswith("tokens_per_second")]
         if not rates:
             rates = [float("nan")]
             print(f"No tokens_per_second among {sorted(rows[-1])}.")
-        print(f"| {value} | {np.median(rates[len(rates) // 3 :]):,.0f} |", flush=True)
+        measured.append({"deterministic": value, "tokens_per_second": float(np.median(rates[len(rates) // 3 :]))})
+        print(f"| {value} | {measured[-1]['tokens_per_second']:,.0f} |", flush=True)
+        write_json(arguments, measured)
 
 
 def main() -> None:
@@ -252,6 +304,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--checkpoint-every", type=int, default=25, metavar="STEPS")
     parser.add_argument("--time-limit", type=float, default=270, help="seconds after which no run is killed any more")
+    parser.add_argument("--end", type=float, default=520, help="seconds after which all runs are killed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
     parser.add_argument("--seed", type=int, default=0, help="of the times at which runs are killed")
     parser.add_argument("--folder", type=Path, help="where to keep the runs; by default they are deleted")

@@ -3,12 +3,14 @@
     python benchmarks/startup.py [--models xlstm_160m xlstm_1_4b] [--blocks scanned unrolled] [--kernels] [--tiny]
 
 Each start is a process of its own, the command `xlstm-jax train`; the first and the second start of a case share a
-cache folder that is empty at first. With --kernels, small programs with and without Mosaic GPU kernels come before: if
+cache folder that is empty at first. With --kernels, small programs with and without Mosaic GPU kernels come after: if
 compilation and first run of such a program take as long with a filled cache as with an empty one, its kernels are not
-in the cache. --tiny takes models for a CPU, where there are no such kernels.
+in the cache. --tiny takes models for a CPU, where there are no such kernels. Each start is printed, and written to the
+file of --json, as soon as it is measured.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -78,27 +80,51 @@ def environment(cache: str) -> dict[str, str]:
     }
 
 
-def run_quietly(words: list[str], cache: str, folder: str) -> str:
-    """Run a Python process, and return what it printed; an error ends this one with it."""
-    child = subprocess.run(
-        [sys.executable, *words], env=environment(cache), cwd=folder, capture_output=True, text=True, check=False
-    )
+def run_quietly(words: list[str], cache: str, folder: str, seconds: float) -> str:
+    """Run a Python process for some seconds at most, and return what it printed."""
+    try:
+        child = subprocess.run(
+            [sys.executable, *words],
+            env=environment(cache),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=max(seconds, 0.0),
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError("the time is over") from None
     if child.returncode:
-        raise SystemExit(f"{' '.join(words)} failed with exit code {child.returncode}:\n{child.stderr or child.stdout}")
+        raise RuntimeError(f"exit code {child.returncode}: {' '.join((child.stderr or child.stdout).split())[-400:]}")
     return child.stdout
 
 
-def start(model: str, blocks: str, cache: str, *, is_tiny: bool) -> dict[str, Any]:
+def start(model: str, blocks: str, cache: str, seconds: float, *, is_tiny: bool) -> dict[str, Any]:
     """Start a run and return its phases and the time of its third step."""
     batch = 2 if is_tiny else BATCH_SIZES[model]
     words = ["-m", "xlstm_jax.cli.main", "train", f"experiment={model}", f"batch_size={batch}", *RUN]
     words += [f"model.scan_blocks={BLOCKS[blocks]}", *(TINY if is_tiny else ())]
     with tempfile.TemporaryDirectory() as folder:
-        run_quietly([*words, "hydra.run.dir=run"], cache, folder)
+        run_quietly([*words, "hydra.run.dir=run"], cache, folder, seconds)
         logs = Path(folder) / "run/file_logs"
         row = json.loads((logs / "metrics_startup.jsonl").read_text())
         rows = [json.loads(line) for line in (logs / "metrics_train.jsonl").read_text().splitlines()]
         return row | {"step": [row["step_time"] for row in rows if "step_time" in row][-1]}
+
+
+@dataclasses.dataclass
+class Results:
+    """What was measured, in a file that is written after each start."""
+
+    is_tiny: bool
+    file: Path | None
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a start."""
+        self.rows.append(row)
+        if self.file is not None:
+            self.file.write_text(json.dumps(self.rows, indent=1) + "\n", encoding="utf-8")
 
 
 def size_of(cache: str) -> str:
@@ -108,58 +134,58 @@ def size_of(cache: str) -> str:
     return f"{programs} programs, {sum(path.stat().st_size for path in files) / 2**20:.1f} MiB"
 
 
-def show_starts(cases: list[tuple[str, str]], seconds_left: Callable[[], float], *, is_tiny: bool) -> None:
-    """Start each case twice, and print a line for each start."""
+def show_starts(cases: list[tuple[str, str]], seconds_left: Callable[[], float], results: Results) -> None:
+    """Start each case twice, and print a line of the table after each start."""
     names = " | ".join(name.replace("_", " ") for name in PHASES)
-    lines = [
-        f"| start | cache | total | {names} | programs, from the cache | seconds of them | a later step |",
-        "|---|---|" + "---|" * (len(PHASES) + 4),
-    ]
-    ratios = []
+    print("\nSeconds until the end of the first step:\n")
+    print(
+        f"| start | cache | total | {names} | programs, from the cache | seconds of them | a later step | cache holds |"
+    )
+    print("|---|---|" + "---|" * (len(PHASES) + 5), flush=True)
     for model, blocks in cases:
         totals = []
-        with tempfile.TemporaryDirectory() as cache:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
             for state in ("empty", "filled"):
-                if seconds_left() < 0:
-                    print(f"{model}, {blocks}, {state} cache: left out, as the time is over", flush=True)
-                    continue
-                found = start(model, blocks, cache, is_tiny=is_tiny)
+                try:
+                    found = start(model, blocks, cache, seconds_left(), is_tiny=results.is_tiny)
+                except RuntimeError as error:
+                    print(f"| {model}, {blocks} | {state} | {error} |", flush=True)
+                    break
                 totals.append(found["startup_seconds"])
+                results.add({"start": f"{model}, {blocks}", "cache": state, **found})
                 phases = " | ".join(f"{found.get(f'startup_{name}', 0.0):.1f}" for name in PHASES)
                 hits = f"{found['num_programs']}, {found.get('num_cache_hits', 'no cache')}"
-                lines.append(
+                print(
                     f"| {model}, {blocks} | {state} | {totals[-1]:.1f} | {phases} | {hits} | "
-                    f"{found['compile_seconds']:.1f} | {found['step']:.3f} |"
+                    f"{found['compile_seconds']:.1f} | {found['step']:.3f} | {size_of(cache)} |",
+                    flush=True,
                 )
-                print(f"{model}, {blocks}, {state} cache: {totals[-1]:.1f} s; {size_of(cache)}", flush=True)
         if len(totals) == 2:
-            ratios.append(f"{model}, {blocks}: {totals[1] / totals[0]:.2f}")
-    print("\nSeconds until the end of the first step:\n")
-    print("\n".join(lines))
-    print(f"\nWith a filled cache, as a share of the time with an empty one: {'; '.join(ratios)}", flush=True)
+            print(f"| {model}, {blocks} | filled / empty | {totals[1] / totals[0]:.2f} |", flush=True)
 
 
-def show_kernels(seconds_left: Callable[[], float]) -> None:
+def show_kernels(seconds_left: Callable[[], float], results: Results) -> None:
     """Run each small program twice, in processes of their own, and print a line for each."""
-    lines = ["| program | cache | trace, lower | compile | first run | second run | from the cache |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for program in PROGRAMS:
-        with tempfile.TemporaryDirectory() as cache:
-            for state in ("empty", "filled"):
-                if seconds_left() < 0:
-                    print(f"{program}, {state} cache: left out, as the time is over", flush=True)
-                    continue
-                output = run_quietly([str(Path(__file__).resolve()), "--program", program], cache, cache)
-                found = json.loads(output.splitlines()[-1])
-                if "problem" in found:
-                    print(f"{program}: {found['problem']}", flush=True)
-                    break
-                lines.append(
-                    f"| {program} | {state} | {found['lower']:.2f} | {found['compile']:.2f} | {found['first']:.3f} | "
-                    f"{found['second']:.3f} | {found['hits']} |"
-                )
     print("\nSeconds of small programs:\n")
-    print("\n".join(lines), flush=True)
+    print("| program | cache | trace, lower | compile | first run | second run | from the cache |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for program in PROGRAMS:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+            for state in ("empty", "filled"):
+                try:
+                    words = [str(Path(__file__).resolve()), "--program", program]
+                    found = json.loads(run_quietly(words, cache, cache, seconds_left()).splitlines()[-1])
+                except RuntimeError as error:
+                    found = {"problem": str(error)}
+                if "problem" in found:
+                    print(f"| {program} | {state} | {found['problem']} |", flush=True)
+                    break
+                results.add({"program": program, "cache": state, **found})
+                print(
+                    f"| {program} | {state} | {found['lower']:.2f} | {found['compile']:.2f} | {found['first']:.3f} | "
+                    f"{found['second']:.3f} | {found['hits']} |",
+                    flush=True,
+                )
 
 
 def run_program(name: str) -> dict[str, Any]:
@@ -223,7 +249,8 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="*", default=list(BLOCKS), choices=list(BLOCKS))
     parser.add_argument("--kernels", action="store_true", help="small programs with and without Mosaic kernels too")
     parser.add_argument("--tiny", action="store_true", help="small models, for a CPU")
-    parser.add_argument("--seconds", type=float, default=480.0, help="begin no start after so many seconds")
+    parser.add_argument("--seconds", type=float, default=540.0, help="stop after so many seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
     parser.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.program:
@@ -234,12 +261,11 @@ def main() -> None:
     def seconds_left() -> float:
         return args.seconds - (time.perf_counter() - begin)
 
-    if args.kernels:
-        show_kernels(seconds_left)
+    results = Results(args.tiny, args.json)
     if args.models:
-        show_starts(
-            [(model, blocks) for model in args.models for blocks in args.blocks], seconds_left, is_tiny=args.tiny
-        )
+        show_starts([(model, blocks) for model in args.models for blocks in args.blocks], seconds_left, results)
+    if args.kernels:
+        show_kernels(seconds_left, results)
 
 
 if __name__ == "__main__":

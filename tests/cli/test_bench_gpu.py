@@ -157,9 +157,29 @@ def test_a_process_is_killed_when_its_work_is_done(gpu, tmp_path):
 
 def test_a_process_that_takes_too_long_is_killed(gpu):
     start = time.perf_counter()
-    with pytest.raises(gpu.TimeUpError):
-        process(gpu, "import time; time.sleep(600)", limit=0.2)
+    ended = process(gpu, "import time; time.sleep(600)", limit=0.2)
     assert time.perf_counter() - start < 60
+    with pytest.raises(gpu.TimeUpError):
+        ended.raise_for_failure()
+
+
+@pytest.mark.parametrize("steps", [[10, 30, 40], [10, 30, 40, 50]])
+def test_a_run_whose_time_is_up_counts_if_its_log_has_enough_rows(gpu, tmp_path, monkeypatch, steps):
+    logs = {
+        "train": [{"log_step": step, "tokens_per_second": step, "step_time": 1.0, "mfu": 0.5} for step in steps],
+        "startup": [{"startup_seconds": 2.0, "compile_seconds": 1.0, "num_programs": 1}],
+        "model": [{"num_params": 7}],
+    }
+    (tmp_path / "file_logs").mkdir()
+    for name, rows in logs.items():
+        text = "".join(json.dumps(row | {"mfu_6n": 0.6, "device_memory_gib": 1.0}) + "\n" for row in rows)
+        (tmp_path / "file_logs" / f"metrics_{name}.jsonl").write_text(text)
+    monkeypatch.setattr(gpu, "run_process", lambda *_: gpu.Process("", None, 1.0))
+    if len(steps) < 4:
+        with pytest.raises(gpu.TimeUpError):
+            gpu.measure_log(gpu.ROWS[0], tmp_path, 1.0, [])
+    else:
+        assert gpu.measure_log(gpu.ROWS[0], tmp_path, 1.0, [])["tokens_per_second"] == 40
 
 
 def test_a_failed_process_is_told_by_its_error(gpu):

@@ -15,7 +15,10 @@ from xlstm_jax.kernels.attention.packed import choose_slots, packed_attention
 SMALL = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
 HAS_PACKED = jax.default_backend() == "gpu" and packed_problem(SMALL, SMALL) is None
 HAS_MOSAIC = mosaic_problem("bfloat16", 64) is None
-pytestmark = pytest.mark.skipif(not HAS_PACKED, reason="there is no GPU with cuDNN's packed layout")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_PACKED, reason="there is no GPU with cuDNN's packed layout"),
+]
 of_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="there is no Hopper GPU")
 
 NAMES = "outputs", "gradient of queries", "gradient of keys", "gradient of values"
