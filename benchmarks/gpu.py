@@ -47,7 +47,7 @@ HERE = Path(__file__).parent
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", HERE / "results"))
 PARTS = ("log", "step", "peer")
 FIRST_STEP, LAST_STEP = 20, 100
-SECONDS = {"log": 400, "step": 300, "peer": 150}
+SECONDS = {"log": 400, "step": 300, "peer": 240}
 """After how long a process of each part is killed."""
 Entry = dict[str, Any]
 
