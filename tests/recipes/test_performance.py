@@ -201,6 +201,22 @@ def test_another_device_or_mesh_is_chosen_for_anew(devices, tmp_path):
     assert json.loads((tmp_path / PERFORMANCE_FILE).read_text())["made_for"] != made_for
 
 
+@pytest.mark.parametrize("change", ["model.dtype=float32", "model.mlstm_backend=chunkwise"])
+def test_a_model_that_is_changed_at_a_resume_is_chosen_for_anew(change, tmp_path):
+    first = resolve("batch_size=16", folder=tmp_path)
+    changed = resolve("batch_size=16", change, folder=tmp_path)
+    assert changed.estimate != first.estimate
+    assert changed == resolve("batch_size=16", change)
+
+
+def test_a_choice_that_was_kept_without_its_model_is_taken_again(tmp_path):
+    first = resolve("batch_size=16", folder=tmp_path)
+    kept = json.loads((tmp_path / PERFORMANCE_FILE).read_text())
+    del kept["made_for"]["model"]
+    (tmp_path / PERFORMANCE_FILE).write_text(json.dumps(kept | {"reason": "kept"}))
+    assert resolve("batch_size=16", folder=tmp_path) == dataclasses.replace(first, reason="kept")
+
+
 def test_a_setting_that_is_changed_at_a_resume_is_respected(tmp_path):
     resolve("batch_size=16", folder=tmp_path)
     assert "remat" not in resolve("batch_size=16", "model.remat=full", folder=tmp_path).settings

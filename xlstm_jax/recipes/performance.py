@@ -205,10 +205,13 @@ def _choose(config: RunConfig, given: Mapping[str, Any], devices: Devices, folde
         "mesh": devices.axis_sizes,
         "batch_size": config.batch_size,
         "context_length": config.context_length,
+        "model": _describe_model(config.model.model_config),
         "given": dict(given),
     }
+    made_for = json.loads(json.dumps(made_for, default=str))
     kept = {} if folder is None else _read(folder)
-    is_same = kept.get("made_for") == json.loads(json.dumps(made_for))
+    # Choices of earlier versions do not name their model.
+    is_same = bool(kept) and {"model": made_for["model"]} | kept["made_for"] == made_for
     rejected = kept.get("rejected", []) if is_same else []
     if is_same and kept["settings"] not in [each["settings"] for each in rejected]:
         return Performance(kept["settings"], kept["reason"], limit, kept["estimate"])
@@ -223,6 +226,15 @@ def _choose(config: RunConfig, given: Mapping[str, Any], devices: Devices, folde
         values = {"settings": result.settings, "reason": reason, "estimate": best.memory, "memory_limit": limit}
         _write(folder, {"made_for": made_for, **values, "rejected": rejected})
     return result
+
+
+def _describe_model(shape: Any) -> dict[str, Any]:
+    """Return the fields of a model's config that its memory depends on, apart from those that are chosen."""
+    return {
+        field.name: getattr(shape, field.name)
+        for field in dataclasses.fields(shape)
+        if field.name not in (*MODEL_SETTINGS, "parallel")
+    }
 
 
 def _best(config: RunConfig, given: Mapping[str, Any], devices: Devices, rejected: list[dict[str, Any]]) -> Choice:
