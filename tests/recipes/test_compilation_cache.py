@@ -35,6 +35,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     for name, value in SETTINGS.items():
+        monkeypatch.delenv(name.upper(), raising=False)
         jax.config.update(name, value)
     yield monkeypatch
     for name, value in before.items():
@@ -110,6 +111,27 @@ def test_a_limit_of_the_user_stays(gpu):
     enable_compilation_cache()
     assert jax.config.jax_compilation_cache_max_size == 12345
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "name"),
+    [
+        ("JAX_COMPILATION_CACHE_MAX_SIZE", "-1", "jax_compilation_cache_max_size"),
+        ("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1", "jax_persistent_cache_min_compile_time_secs"),
+    ],
+)
+def test_a_default_of_jax_that_the_user_asks_for_stays(gpu, monkeypatch, variable, value, name):
+    monkeypatch.setenv(variable, value)
+    enable_compilation_cache()
+    assert getattr(jax.config, name) == SETTINGS[name]
+
+
+def test_a_file_that_another_process_removes_at_the_same_time_is_no_problem(tmp_path, monkeypatch):
+    folder = tmp_path / "compilation"
+    prepare_folder(folder)
+    found = [*folder.iterdir(), folder / ".shared-that-is-gone"]
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(found))
+    prepare_folder(folder)
 
 
 def test_a_folder_that_others_can_write_to_becomes_private(gpu, tmp_path):

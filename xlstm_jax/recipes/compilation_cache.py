@@ -5,6 +5,7 @@ that were used least recently. JAX's own settings come first: with `JAX_COMPILAT
 it; with `JAX_ENABLE_COMPILATION_CACHE=false`, there is none.
 """
 
+import contextlib
 import logging
 import os
 import stat
@@ -30,6 +31,11 @@ MAX_BYTES = 2 * GIB
 """The size limit, unless `JAX_COMPILATION_CACHE_MAX_SIZE` sets another."""
 MIN_COMPILE_SECONDS = 0.1
 """Programs that compile faster are not kept, unless `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` sets another limit."""
+OUR_SETTINGS = {
+    "jax_compilation_cache_max_size": (-1, MAX_BYTES),
+    "jax_persistent_cache_min_compile_time_secs": (1.0, MIN_COMPILE_SECONDS),
+}
+"""Settings of JAX that the environment does not set: JAX's default, and what takes its place."""
 MAX_AUTOTUNING_FILES = 20_000
 """XLA keeps the fastest tiling of each fusion in a small file of its own and never deletes one."""
 AUTOTUNING_FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"
@@ -65,10 +71,8 @@ def enable_compilation_cache() -> None:
         )
         return
     CONFIG.update("jax_compilation_cache_dir", str(folder))
-    if CONFIG.jax_compilation_cache_max_size == -1:
-        CONFIG.update("jax_compilation_cache_max_size", MAX_BYTES)
-    if CONFIG.jax_persistent_cache_min_compile_time_secs == 1.0:
-        CONFIG.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
+    for name in OUR_SETTINGS:
+        CONFIG.update(name, _own(name))
 
 
 def default_folder() -> Path:
@@ -105,9 +109,16 @@ def describe_cache() -> str:
         return "off: it is used on GPUs only; set JAX_COMPILATION_CACHE_DIR to use one here"
     folder = Path(given) if given is not None else default_folder()
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    limit = CONFIG.jax_compilation_cache_max_size if given is not None else MAX_BYTES
+    name = "jax_compilation_cache_max_size"
+    limit = getattr(CONFIG, name) if given is not None else _own(name)
     bound = f" of {limit / GIB:.1f} GiB" if limit > 0 else " GiB, without a limit"
     return f"{folder}: {len(list(folder.glob(f'*{ENTRY}')))} programs, {sum(sizes) / GIB:.2f}{bound}"
+
+
+def _own(name: str) -> Any:
+    """Return the value of a setting of JAX in a cache of ours: what the user has set, or ours."""
+    value, (default, ours) = getattr(CONFIG, name), OUR_SETTINGS[name]
+    return ours if value == default and name.upper() not in os.environ else value
 
 
 def _remove_unusable(folder: Path) -> None:
@@ -116,8 +127,9 @@ def _remove_unusable(folder: Path) -> None:
     JAX would fail to read such an entry each time, and never replace it.
     """
     for path in folder.iterdir():
-        if path.lstat().st_uid != os.getuid():
-            path.unlink()
+        with contextlib.suppress(FileNotFoundError):  # Other processes remove files of theirs at the same time.
+            if path.lstat().st_uid != os.getuid():
+                path.unlink()
     entries, uses = (
         {path.name.removesuffix(ending) for path in folder.glob(f"*{ending}")} for ending in (ENTRY, LAST_USE)
     )
