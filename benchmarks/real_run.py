@@ -238,9 +238,11 @@ def main() -> None:
     end = time.monotonic() + arguments.time_limit
     if arguments.steps is None:
         arguments.steps = round(arguments.seconds * arguments.rate / (arguments.batch_size * arguments.context))
-    if "data" in arguments.only and not (arguments.folder / "data" / "validation").exists():
+    is_prepared = arguments.folder / "data_is_prepared"
+    if "data" in arguments.only and not is_prepared.exists():
         begin = time.monotonic()
         prepare_data(arguments)
+        is_prepared.touch()
         print(f"Prepared the data in {time.monotonic() - begin:.0f} s.", flush=True)
     for model in EXPERIMENTS:
         if (

@@ -160,8 +160,8 @@ def read_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
 
 def losses(folder: Path) -> dict[int, float]:
     """Return the logged losses by step; of a step that was done twice, the last."""
-    rows = map(json.loads, (folder / "file_logs" / "metrics_train.jsonl").read_text().splitlines())
-    found = {}
+    log, found = folder / "file_logs" / "metrics_train.jsonl", {}
+    rows = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
     for row in rows:
         loss = next((value for name, value in row.items() if name.startswith("loss")), None)
         if loss is not None:

@@ -1,5 +1,6 @@
 """A run whose step does not fit takes the next choice of `performance: auto`, or is refused in one line."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -72,8 +73,18 @@ def test_a_first_step_that_runs_out_of_memory_is_followed_by_the_next_choice(on_
             self.train_step = fail
         return take_step(self, *args, **kwargs)
 
+    init_model, held = LLMTrainer.init_model, []
+
+    def init_and_count(self, batch):
+        held.append(sum(array.nbytes for array in jax.live_arrays()))
+        init_model(self, batch)
+
     monkeypatch.setattr(LLMTrainer, "train_model", fail_once)
+    monkeypatch.setattr(LLMTrainer, "init_model", init_and_count)
+    gc.collect()
     assert main(["train", *TINY]) == 0
+    before, again = held
+    assert again - before < 2**10, "The state of the first try must be gone before there is another."
     assert len(chosen(on_a_gpu)["rejected"]) == 1
     assert "is done at step 2" in capsys.readouterr().out
     steps = [json.loads(line) for line in (on_a_gpu / "file_logs/metrics_train.jsonl").read_text().splitlines()]
