@@ -244,8 +244,10 @@ def test_choices_that_run_out_of_memory_end_with_an_error(tmp_path):
             performance = resolve("batch_size=16", folder=tmp_path)
             reject(tmp_path, performance, StepDoesNotFitError(None, performance.memory_limit))
 
+    first = resolve("batch_size=16", folder=tmp_path)
     with pytest.raises(ConfigError, match="does not fit"):
         try_all()
+    assert resolve("batch_size=16", folder=tmp_path) == first, "Another start has to try all choices again."
 
 
 def test_a_batch_that_cannot_fit_is_refused_with_the_batch_size_that_would():

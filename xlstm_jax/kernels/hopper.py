@@ -19,3 +19,8 @@ def hopper_problem() -> str | None:
     if jax.__version_info__ < NEEDED_JAX:
         return f"the kernels for Hopper GPUs need jax 0.11 or newer, and this is {jax.__version__}"
     return None
+
+
+def has_needed_jax() -> bool:
+    """Tell whether the JAX of a run on Hopper GPUs has the kernels: this one, unless it is only planned on a CPU."""
+    return jax.__version_info__ >= NEEDED_JAX or jax.default_backend() != "gpu"

@@ -218,7 +218,12 @@ def _choose(config: RunConfig, given: Mapping[str, Any], devices: Devices, folde
     if kept and not is_same:
         changed = [name for name, value in made_for.items() if kept.get("made_for", {}).get(name) != value]
         LOGGER.info("performance: auto chooses anew, as %s changed.", ", ".join(changed))
-    best = _best(config, given, devices, rejected)
+    try:
+        best = _best(config, given, devices, rejected)
+    except ConfigError:
+        if rejected and folder is not None:  # The next start may find more memory, so it tries all choices again.
+            (folder / PERFORMANCE_FILE).unlink()
+        raise
     free = [name for name in best.settings if name not in given]
     reason = f"{best} (auto: about {best.memory / GIB:.1f} of {limit / GIB:.1f} GiB)"
     result = Performance({name: best.settings[name] for name in free}, reason, limit, best.memory)

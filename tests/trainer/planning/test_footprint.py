@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 from trainer.planning.setups import make_setup
 
@@ -84,6 +85,17 @@ def test_the_cell_in_plain_jax_needs_more_than_the_kernels(states):
     setup = measured_setup("162m", 16, "full", True, False)
     a100 = find_accelerator("a100-80")
     assert step_memory(setup, a100, states["162m"]) > step_memory(setup, H200, states["162m"])
+
+
+@pytest.mark.parametrize(("version", "backend", "is_more"), [((0, 10), "gpu", True), ((0, 10), "cpu", False)])
+def test_a_run_with_a_jax_without_the_kernels_needs_what_plain_jax_needs(
+    states, monkeypatch, version, backend, is_more
+):
+    setup = measured_setup("162m", 16, "full", True, False)
+    with_kernels = step_memory(setup, H200, states["162m"])
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert (step_memory(setup, H200, states["162m"]) > with_kernels) == is_more
 
 
 MASK, SLOTS, KERNELS = 2 * 4 * 8192**2, 4 * 8192 * 4 * 16 * (64 + 2), 0

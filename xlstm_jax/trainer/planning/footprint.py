@@ -8,6 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from xlstm_jax.kernels.hopper import has_needed_jax
 from xlstm_jax.models.memory import ActivationMemory, Placement, activation_memory
 from xlstm_jax.models.shared.stack import is_scanned
 from xlstm_jax.trainer.accelerators import Accelerator
@@ -53,7 +54,7 @@ def placement_of(setup: Setup, accelerator: Accelerator) -> Placement:
         num_tokens=setup.rows // setup.accumulation * setup.context_length,
         sequence_length=setup.context_length,
         model_axis_size=setup.axis_sizes[model_axis],
-        is_hopper=accelerator.is_hopper,
+        is_hopper=accelerator.is_hopper and has_needed_jax(),
         has_flash_attention=accelerator.is_gpu and setup.shape.dtype in ("bfloat16", "float16"),
         has_packed_attention=accelerator.has_packed_attention,
     )
