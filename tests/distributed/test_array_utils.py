@@ -1,5 +1,7 @@
 """Slices of arrays, keys and stacked parameters of each device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,23 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, on_mesh, run_sharded
 from tolerances import assert_close
 
-from xlstm_jax.distributed import fold_rng_over_axis, split_array_over_mesh
+from xlstm_jax.distributed import (
+    ModelParallelismWrapper,
+    PipelineModule,
+    TPAsyncDense,
+    TPDense,
+    async_gather,
+    async_gather_bidirectional,
+    async_gather_split,
+    async_scatter,
+    async_scatter_split,
+    fold_rng_over_axis,
+    shard_module_params,
+    split_array_over_mesh,
+    sync_gradients,
+)
 from xlstm_jax.distributed.array_utils import (
+    axis_index,
     axis_size,
     gather_whole,
     mean_gradient_over,
@@ -20,6 +37,9 @@ from xlstm_jax.distributed.array_utils import (
     stack_params,
     unstack_params,
 )
+from xlstm_jax.distributed.data_parallel import gather_array_with_mean_grads, gather_params, shard_params
+from xlstm_jax.distributed.dense import RowDense
+from xlstm_jax.distributed.norms import get_sharded_global_norm
 
 MESH = make_mesh(dp=2, fsdp=2, tp=2)
 
@@ -62,6 +82,60 @@ def test_without_a_mesh_an_axis_has_one_device_and_arrays_stay_whole():
     assert axis_size(("dp", "tp")) == 1
     assert split_array_over_mesh(x, "tp", 0) is x
     assert mean_gradient_over(x, "tp") is x
+
+
+AXIS_FUNCTIONS = {
+    "axis_size": lambda x, axis: axis_size(axis),
+    "axis_index": lambda x, axis: axis_index(axis),
+    "fold_rng_over_axis": lambda x, axis: fold_rng_over_axis(jax.random.key(0), axis),
+    "split_array_over_mesh": lambda x, axis: split_array_over_mesh(x, axis, 1),
+    "gather_whole": lambda x, axis: gather_whole(x, (axis, None)),
+    "slice_own": lambda x, axis: slice_own(x, (axis, None)),
+    "mean_gradient_over": mean_gradient_over,
+    "stack_params": stack_params,
+    "unstack_params": unstack_params,
+    "shard_params": shard_params,
+    "gather_params": gather_params,
+    "gather_array_with_mean_grads": lambda x, axis: gather_array_with_mean_grads(x, 0, axis),
+    "shard_module_params": lambda x, axis: shard_module_params(nn.Dense, axis)(2).init(jax.random.key(0), x),
+    "sync_gradients": sync_gradients,
+    "async_gather": async_gather,
+    "async_gather_bidirectional": async_gather_bidirectional,
+    "async_gather_split": async_gather_split,
+    "async_scatter": lambda x, axis: async_scatter([x], axis),
+    "async_scatter_split": lambda x, axis: async_scatter_split([x], axis),
+    "get_sharded_global_norm": lambda x, axis: get_sharded_global_norm(nn.Partitioned(x, (axis, None))),
+    "ModelParallelismWrapper": lambda x, axis: ModelParallelismWrapper(axis, functools.partial(nn.Dense, 2)).init(
+        jax.random.key(0), x
+    ),
+    "TPDense": lambda x, axis: TPDense(functools.partial(nn.Dense, 2), axis, "gather").init(jax.random.key(0), x),
+    "TPAsyncDense": lambda x, axis: TPAsyncDense(functools.partial(nn.Dense, 2), axis).init(jax.random.key(0), x),
+    "RowDense": lambda x, axis: RowDense(2, axis).init(jax.random.key(0), x),
+    "execute_pipeline": lambda x, axis: PipelineModule(axis, 1, functools.partial(nn.Dense, 2)).init(
+        jax.random.key(0), x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AXIS_FUNCTIONS)
+def test_an_axis_that_the_mesh_does_not_have_is_refused_by_name(name):
+    def call(x):
+        with pytest.raises(NameError, match="Unknown mesh axis 'ttp': the axes here are dp, fsdp, pp, tp"):
+            AXIS_FUNCTIONS[name](x, "ttp")
+
+    jax.eval_shape(jax.shard_map(call, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False), jnp.zeros((4, 2)))
+
+
+@pytest.mark.parametrize("name", AXIS_FUNCTIONS)
+def test_without_a_mesh_every_axis_name_is_accepted(name):
+    AXIS_FUNCTIONS[name](jnp.zeros((4, 2)), "ttp")
+
+
+def test_an_axis_that_only_a_vmap_binds_is_known_and_others_are_not():
+    keys = jax.vmap(lambda _: jax.random.key_data(fold_rng_over_axis(jax.random.key(0), "tp")), axis_name="tp")
+    assert len(np.unique(keys(jnp.arange(4)), axis=0)) == 4
+    with pytest.raises(ValueError, match="Unknown mesh axis 'ttp'"):
+        jax.vmap(lambda x: split_array_over_mesh(x, "ttp", 0), axis_name="tp")(jnp.zeros((4, 2)))
 
 
 @pytest.mark.parametrize("names", [("tp", None), (None, ("fsdp", "tp")), ("dp", "tp"), (None, None)], ids=str)
@@ -128,6 +202,24 @@ def test_a_mask_leaves_only_one_shard(axis, as_traced):
     expected = np.stack([np.zeros_like(x), x], axis=axis)
     np.testing.assert_array_equal(stacked["w"].value, expected)
     np.testing.assert_array_equal(back["w"].value, np.stack([np.zeros_like(x), x]))
+
+
+@pytest.mark.parametrize("index", [9, 2, -1])
+def test_a_mask_for_a_device_that_does_not_exist_is_refused(index):
+    def stack(x):
+        with pytest.raises(ValueError, match=rf"mask_except is {index}, but the indices .* 'tp' are 0 to 1"):
+            stack_params(x, "tp", mask_except=index)
+        with pytest.raises(ValueError, match=rf"mask_except is {index}"):
+            ModelParallelismWrapper("tp", functools.partial(nn.Dense, 2), mask_except_model_idx=index).apply(
+                {"params": {"sharded": {"kernel": nn.Partitioned(x[None], ("tp", None, None))}}}, x
+            )
+
+    jax.eval_shape(jax.shard_map(stack, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False), jnp.zeros((2, 2)))
+
+
+def test_a_traced_mask_for_a_device_that_does_not_exist_gives_nan():
+    stacked = run_sharded(lambda x, index: stack_params(x, "tp", mask_except=index), MESH, jnp.ones(2), jnp.int32(9))
+    assert np.isnan(stacked.value).all()
 
 
 def test_the_gradient_of_a_split_parameter_is_that_of_the_mean_over_devices():

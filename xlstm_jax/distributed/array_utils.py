@@ -6,6 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
+from jax.extend.core import unsafe_get_axis_names_DO_NOT_USE as bound_axis_names
 
 from xlstm_jax.common_types import PRNGKeyArray, PyTree
 from xlstm_jax.utils.partitioned import (
@@ -18,23 +20,40 @@ from xlstm_jax.utils.partitioned import (
 )
 
 
+class UnknownAxisError(NameError, ValueError):
+    """An axis name that the surrounding mesh does not have; a `NameError`, as JAX raises for unbound axes."""
+
+
 def axis_size(axis_name: AxisName) -> int:
-    """Return the number of devices along a mesh axis, 1 where the axis does not exist.
+    """Return the number of devices along a mesh axis, 1 outside of any mesh.
 
     A layer that asks this runs unchanged outside a mesh: there every axis has one device.
+
+    Raises:
+        UnknownAxisError: The surrounding mesh has other axes, but not this one.
     """
-    return math.prod(_size_or_one(axis) for axis in axes_of(axis_name))
+    return math.prod(_size_of(axis) for axis in axes_of(axis_name))
 
 
-def _size_or_one(axis: str) -> int:
+def _size_of(axis: str) -> int:
     try:
         return lax.axis_size(axis)
     except NameError:
+        if names := bound_axis_names():
+            raise UnknownAxisError(
+                f"Unknown mesh axis {axis!r}: the axes here are {', '.join(map(str, names))}. Use one of these names, "
+                f"or add {axis!r} to the mesh (one device is enough)."
+            ) from None
         return 1
 
 
+def check_axis(axis_name: AxisName) -> None:
+    """Raise `UnknownAxisError` if the surrounding mesh does not have the axis."""
+    axis_size(axis_name)
+
+
 def axis_index(axis_name: AxisName) -> jax.Array | int:
-    """Return this device's index along a mesh axis, 0 where the axis does not exist or has one device."""
+    """Return this device's index along a mesh axis, 0 if the axis has one device or there is no mesh."""
     return lax.axis_index(axis_name) if axis_size(axis_name) > 1 else 0
 
 
@@ -129,6 +148,28 @@ def mean_gradient_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return scale_gradient(x, 1.0 / size) if size > 1 else x
 
 
+def mask_all_except(x: jax.Array, axis_name: AxisName, index: jax.Array | int) -> jax.Array:
+    """Zero an array on all devices along a mesh axis but one.
+
+    Args:
+        x: The array.
+        axis_name: The mesh axis.
+        index: The device that keeps its values. A traced index cannot be checked while tracing: where it is out of
+            range, a floating-point result is NaN on all devices.
+
+    Returns:
+        The array on that device, zeros on the others.
+    """
+    size = axis_size(axis_name)
+    masked = jnp.where(axis_index(axis_name) == index, x, jnp.zeros_like(x))
+    if isinstance(index, Tracer):
+        is_checkable = jnp.issubdtype(x.dtype, jnp.inexact)
+        return jnp.where((index >= 0) & (index < size), masked, jnp.nan) if is_checkable else masked
+    if not 0 <= index < size:
+        raise ValueError(f"mask_except is {index}, but the indices along mesh axis {axis_name!r} are 0 to {size - 1}.")
+    return masked
+
+
 def stack_params(
     params: PyTree, axis_name: AxisName, axis: int = 0, mask_except: jax.Array | int | None = None
 ) -> PyTree:
@@ -138,12 +179,16 @@ def stack_params(
         params: PyTree of parameters.
         axis_name: Name of the mesh axis to stack along.
         axis: Index of the new array axis; counted from the end of the result if negative.
-        mask_except: If not None, only the `mask_except`-th shard will be non-zero.
+        mask_except: If not None, only the `mask_except`-th shard will be non-zero; see `mask_all_except`.
 
     Returns:
         PyTree of parameters with the same structure as params, but with the leaf nodes replaced by `nn.Partitioned`
         objects with sharding over axis name added to axis-th axis of parameters.
+
+    Raises:
+        ValueError: `mask_except` is not the index of a device along the axis.
     """
+    check_axis(axis_name)
 
     def stack(x):
         value, names = unboxed(x), partition_names(x)
@@ -151,7 +196,7 @@ def stack_params(
         if not 0 <= position <= len(names):
             raise ValueError(f"Cannot insert an axis at {axis} into a parameter of shape {jnp.shape(value)}.")
         if mask_except is not None:
-            value = jnp.where(axis_index(axis_name) == mask_except, value, jnp.zeros_like(value))
+            value = mask_all_except(value, axis_name, mask_except)
         return with_names(jnp.expand_dims(value, position), (*names[:position], axis_name, *names[position:]))
 
     return jax.tree.map(stack, params, is_leaf=is_partitioned)
@@ -170,6 +215,7 @@ def unstack_params(params: PyTree, axis_name: AxisName) -> PyTree:
         PyTree of parameters with the same structure as params, but with the leaf nodes having the sharding over the
         axis name removed.
     """
+    check_axis(axis_name)
 
     def unstack(x):
         names = partition_names(x)

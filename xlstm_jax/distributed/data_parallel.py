@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import Parameter, PyTree
-from xlstm_jax.distributed.array_utils import axis_size, slice_computed_whole
+from xlstm_jax.distributed.array_utils import axis_size, check_axis, slice_computed_whole
 from xlstm_jax.utils.partitioned import (
     AxisName,
     axes_of,
@@ -121,6 +121,7 @@ def gather_params(
     Returns:
         The parameters, whole along that axis. Boxes that name no other axis are opened.
     """
+    check_axis(axis_name)
 
     def gather(x: Parameter) -> Parameter:
         names = partition_names(x)
@@ -179,10 +180,11 @@ def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
     Returns:
         The gradients of the mean of all devices' losses.
     """
+    shared = tuple(axis for axis in axes_of(axis_names) if axis_size(axis) > 1)
 
     def sync(x: Parameter) -> Parameter:
         own_axes = partition_axes(x)
-        axes = tuple(axis for axis in axes_of(axis_names) if axis not in own_axes)
+        axes = tuple(axis for axis in shared if axis not in own_axes)
         return reboxed(x, lax.pmean(unboxed(x), axes)) if axes else x
 
     return jax.tree.map(sync, grads, is_leaf=is_partitioned)

@@ -22,6 +22,7 @@ from xlstm_jax.distributed.array_utils import (
     axis_index,
     axis_size,
     fold_rng_over_axis,
+    mask_all_except,
     mean_gradient_over,
     slice_computed_whole,
     split_array_over_mesh,
@@ -101,7 +102,7 @@ class ModelParallelismWrapper(nn.Module):
     def _own_params(self, params: PyTree) -> PyTree:
         def own(x: jax.Array) -> jax.Array:
             if self.mask_except_model_idx is not None:
-                x = jnp.where(axis_index(self.model_axis_name) == self.mask_except_model_idx, x, jnp.zeros_like(x))
+                x = mask_all_except(x, self.model_axis_name, self.mask_except_model_idx)
             return mean_gradient_over(x, self.model_axis_name)
 
         return map_unboxed(own, unstack_params(params, self.model_axis_name))
