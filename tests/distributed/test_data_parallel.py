@@ -73,9 +73,29 @@ def test_gathering_inverts_splitting():
     assert_close(back, params)
 
 
-def test_parameters_are_plain_arrays_where_the_axis_has_one_device():
-    assert isinstance(shard({"w": jnp.zeros((4, 16))}, mesh=make_mesh(dp=8))["w"], jax.Array)
-    assert isinstance(shard_params(jnp.zeros((4, 16)), "fsdp", 0), jax.Array)
+def test_parameters_are_boxed_on_an_axis_of_one_device_and_not_outside_of_a_mesh():
+    x = jnp.arange(64.0).reshape(4, 16)
+    boxed = shard({"w": x, "small": jnp.zeros(3)}, min_weight_size=3, mesh=make_mesh(dp=8))
+    assert boxed["w"].names == (None, "fsdp")
+    np.testing.assert_array_equal(boxed["w"].value, x)
+    assert isinstance(boxed["small"], jax.Array)
+    assert shard_params(x, "fsdp", 0) is x
+
+
+def test_the_boxes_of_a_module_do_not_depend_on_the_number_of_devices():
+    module = shard_module_params(nn.Dense, "fsdp", 0)(8)
+
+    def init(key):
+        params = module.init(key, jnp.ones((2, 4)))
+        return params, module.apply(params, jnp.ones((2, 4)))
+
+    meshes = [make_mesh(fsdp=4), make_mesh(dp=4)]
+    (four, y_four), (one, y_one) = [
+        jax.tree.map(np.asarray, run_sharded(init, mesh, jax.random.key(0))) for mesh in meshes
+    ]
+    assert jax.tree.structure(one) == jax.tree.structure(four)
+    assert_close(one, four)
+    assert_close(y_one, y_four)
 
 
 def test_the_gathered_axis_may_be_counted_from_the_end():

@@ -52,6 +52,11 @@ def check_axis(axis_name: AxisName) -> None:
     axis_size(axis_name)
 
 
+def is_in_mesh() -> bool:
+    """Tell whether mesh axes are bound here: whether this is a device's program, or code outside of any mesh."""
+    return bool(bound_axis_names())
+
+
 def axis_index(axis_name: AxisName) -> jax.Array | int:
     """Return this device's index along a mesh axis, 0 if the axis has one device or there is no mesh."""
     return lax.axis_index(axis_name) if axis_size(axis_name) > 1 else 0

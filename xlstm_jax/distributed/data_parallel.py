@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import Parameter, PyTree
-from xlstm_jax.distributed.array_utils import axis_size, check_axis, slice_computed_whole
+from xlstm_jax.distributed.array_utils import axis_size, check_axis, is_in_mesh, slice_computed_whole
 from xlstm_jax.utils.partitioned import (
     AxisName,
     axes_of,
@@ -29,13 +29,15 @@ LOGGER = logging.getLogger(__name__)
 def shard_params(params: PyTree, axis_name: AxisName, min_weight_size: int = 2**18) -> PyTree:
     """Split parameters over a mesh axis, each along its largest dimension that divides evenly and is still whole.
 
+    The boxes do not depend on the number of devices: inside a mesh, an axis of one device is named too.
+
     Args:
         params: The parameters, the same on all devices of the axis.
         axis_name: The mesh axis to split over.
         min_weight_size: Parameters with at most this many elements stay replicated.
 
     Returns:
-        The parameters with this device's slices in `nn.Partitioned` boxes.
+        The parameters with this device's slices in `nn.Partitioned` boxes; outside of any mesh, as they are.
     """
     size = axis_size(axis_name)
 
@@ -44,7 +46,7 @@ def shard_params(params: PyTree, axis_name: AxisName, min_weight_size: int = 2**
         if set(axes_of(axis_name)) & set(partition_axes(x)):
             LOGGER.warning("A parameter of shape %s is split over %s already.", value.shape, axis_name)
             return x
-        if size == 1 or value.size <= min_weight_size:
+        if not is_in_mesh() or value.size <= min_weight_size:
             return x
         by_size = sorted(range(value.ndim), key=lambda dim: (value.shape[dim], dim), reverse=True)
         dim = next((dim for dim in by_size if names[dim] is None and value.shape[dim] % size == 0), None)

@@ -102,6 +102,7 @@ def _bytes_on_device(leaf: Any) -> int:
 
 def _describe(name: str, leaf: Any) -> Parameter:
     sharding: NamedSharding = leaf.sharding
-    spec = tuple(axes_of(entry) for entry in sharding.spec)
+    sizes = sharding.mesh.shape
+    spec = tuple(tuple(axis for axis in axes_of(entry) if sizes[axis] > 1) for entry in sharding.spec)
     spec += ((),) * (len(leaf.shape) - len(spec))
     return Parameter(name, tuple(leaf.shape), str(leaf.dtype), spec, _bytes_on_device(leaf))
