@@ -27,6 +27,7 @@ from trainer.runs import (
 
 from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.dataset.batch import Batch
+from xlstm_jax.distributed import split_array_over_mesh
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.trainer import TrainerConfig, TrainerModule
@@ -328,12 +329,12 @@ class RegressionTrainer(TrainerModule):
         return loss, ({"loss": loss, "train": {"value": float(train), "count": 1}}, None)
 
 
-def make_regression(trainer_class=RegressionTrainer, sizes=None, **options):
+def make_regression(trainer_class=RegressionTrainer, sizes=None, model_class=Regression, **options):
     parallel = ParallelConfig()
     batch = Batch(inputs=jax.ShapeDtypeStruct((8, 4), jnp.float32), targets=jax.ShapeDtypeStruct((8, 1), jnp.float32))
     return trainer_class(
         TrainerConfig(logger=None, enable_progress_bar=False, **options),
-        ModelConfig(model_class=Regression, parallel=parallel),
+        ModelConfig(model_class=model_class, parallel=parallel),
         OptimizerConfig(name="sgd"),
         batch,
         mesh=make_mesh(**(sizes or {"dp": 8})),
@@ -348,6 +349,32 @@ def test_a_trainer_with_nothing_but_a_loss_function_trains():
     results = trainer.train_model(REGRESSION_BATCHES, REGRESSION_BATCHES, num_epochs=2)
     assert trainer.global_step == 6
     assert results["val_epoch_2"]["train"] == 0.0  # Dropout and the like are off in validation.
+
+
+class RowSplitting(Regression):
+    """A model whose tp devices share the rows."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        own = nn.Dense(1, name="layer")(split_array_over_mesh(x, "tp", 0))
+        return jax.lax.all_gather(own, "tp", axis=0, tiled=True)
+
+
+class Plain(Regression):
+    """The same model without sharing."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(1, name="layer")(x)
+
+
+def test_a_model_that_splits_rows_over_tp_is_built_and_trains_like_one_that_does_not():
+    trainers = [make_regression(model_class=model, sizes={"dp": 2, "tp": 4}) for model in (RowSplitting, Plain)]
+    for trainer in trainers:
+        trainer.train_model(REGRESSION_BATCHES, num_train_steps=2)
+    split, plain = map(whole_state, trainers)
+    for name, expected in plain.items():
+        np.testing.assert_allclose(split[name], expected, rtol=1e-5, err_msg=name)
 
 
 def test_a_run_without_compilation_gives_the_same_numbers():

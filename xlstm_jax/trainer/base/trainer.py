@@ -45,6 +45,7 @@ from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig, build_gradient_transformations, build_optimizer
 from xlstm_jax.trainer.placement import compile_step, init_sharded, on_mesh, place_batch, shapes_on_mesh, zeros_on_mesh
+from xlstm_jax.trainer.user_functions import gather_rows
 from xlstm_jax.utils.startup import STARTUP, describe_startup
 
 __all__ = ["TrainerConfig", "TrainerModule"]
@@ -192,7 +193,7 @@ class TrainerModule(Validation):
     def init_state(self, rng: jax.Array, batch: Batch) -> TrainState:
         """Return the state before the first step, inside the mesh."""
         param_rng, rng = jax.random.split(rng)
-        variables = dict(self.run_model_init(batch, param_rng))
+        variables = dict(self.run_model_init(gather_rows(batch, self.axis_names), param_rng))
         return TrainState.create(
             apply_fn=self.model.apply,
             params=variables.pop("params"),
@@ -203,7 +204,7 @@ class TrainerModule(Validation):
         ).replace(step=jnp.zeros((), jnp.int32))
 
     def run_model_init(self, exmp_input: Batch, init_rng: jax.Array) -> Mapping[str, Any]:
-        """Return the variables of the model, inside the mesh."""
+        """Return the variables of the model, inside the mesh; the rows are those that the loss function sees."""
         return self.model.init(self.get_model_rng(init_rng), self.batch_to_input(exmp_input), train=False)
 
     def init_callbacks(self, callback_configs: Sequence[CallbackConfig]) -> None:
