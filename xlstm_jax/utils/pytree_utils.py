@@ -221,21 +221,25 @@ def get_param_mask_fn(
     mentions boxes, so a mask is the same on every mesh. A box gets one value, which optax takes for all that is in it.
 
     Args:
-        exclude: Patterns of the parameters to leave out. All others are in.
-        include: Patterns of the parameters to take in. All others are out. Not together with `exclude`.
+        exclude: Patterns of the parameters to leave out.
+        include: Patterns of the parameters to take in; all parameters by default.
 
     Returns:
-        A function from a tree of parameters to a tree of booleans. With neither argument, all are `True`.
+        A function from a tree of parameters to a tree of booleans: `True` for those that `include` takes in and
+        `exclude` does not leave out.
     """
-    if exclude is not None and include is not None:
-        raise ConfigError(f"Give exclude or include, not both: got exclude={exclude} and include={include}.")
-    patterns = _compiled(exclude if include is None else include)
+    excluded, included = _compiled(exclude), _compiled(include)
 
     def is_in(path: jax.tree_util.KeyPath, _: Any) -> bool:
-        found = any(pattern.search(pytree_key_path_to_str(path)) for pattern in patterns)
-        return found == (include is not None)
+        name = pytree_key_path_to_str(path)
+        is_included = include is None or _is_found(included, name)
+        return is_included and not _is_found(excluded, name)
 
     return lambda params: jax.tree_util.tree_map_with_path(is_in, params, is_leaf=is_partitioned)
+
+
+def _is_found(patterns: Sequence[re.Pattern], name: str) -> bool:
+    return any(pattern.search(name) for pattern in patterns)
 
 
 def _compiled(patterns: Sequence[str | re.Pattern] | None) -> list[re.Pattern]:

@@ -163,7 +163,14 @@ def test_decay_does_not_enter_the_momentum(name):
     assert_close(second["kernel"], jnp.full((2, 3), -0.18))
 
 
-@pytest.mark.parametrize("mask", [{"weight_decay_exclude": ["bias"]}, {"weight_decay_include": [r"layer\.kernel$"]}])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"weight_decay_exclude": ["bias"]},
+        {"weight_decay_include": [r"layer\.kernel$"]},
+        {"weight_decay_exclude": ["bias"], "weight_decay_include": ["layer"]},
+    ],
+)
 @pytest.mark.parametrize("name", MOVING)
 def test_only_parameters_that_the_mask_names_decay(name, mask):
     (update,) = decay_steps(name, **mask)

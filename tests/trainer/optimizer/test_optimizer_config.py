@@ -46,7 +46,6 @@ def test_only_sgd_does_without_momentum(name):
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
         ({"grad_clip_norm": 0.0}, "grad_clip_norm is 0.0.*None to switch it off"),
         ({"grad_clip_value": -1.0}, "grad_clip_value is -1.0"),
-        ({"weight_decay_exclude": ["a"], "weight_decay_include": ["b"]}, "not both"),
         ({"weight_decay_exclude": ["("]}, r"weight_decay_exclude holds '\('"),
         ({"muon_exclude": ["["]}, "muon_exclude holds"),
         ({"stacked_params": ["*"]}, "stacked_params holds"),

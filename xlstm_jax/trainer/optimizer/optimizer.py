@@ -67,7 +67,7 @@ class OptimizerConfig(ConfigDict):
     weight_decay_exclude: list[str] | None = None
     """Regular expressions for the names of parameters that do not decay."""
     weight_decay_include: list[str] | None = None
-    """Regular expressions for the names of the only parameters that decay; give this or `weight_decay_exclude`."""
+    """Regular expressions for the names of the only parameters that decay, except those excluded."""
     grad_clip_norm: float | None = None
     use_sharded_clip_norm: bool = True
     """Clip by the norm over all shards; `False` refuses gradients that are split over a mesh."""
@@ -91,11 +91,6 @@ class OptimizerConfig(ConfigDict):
             muon_exclude=self.muon_exclude,
             stacked_params=self.stacked_params,
         )
-        if self.weight_decay_exclude is not None and self.weight_decay_include is not None:
-            raise ConfigError(
-                f"weight_decay_exclude is {self.weight_decay_exclude} and weight_decay_include is "
-                f"{self.weight_decay_include}. Give one of them, not both."
-            )
         _check_momentum(self)
 
 
