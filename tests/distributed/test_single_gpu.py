@@ -62,7 +62,7 @@ def loss_only(*args):
 
 @pytest.mark.parametrize("accumulate", VARIANTS)
 @pytest.mark.parametrize("num_minibatches", [1, 4])
-def test_metrics_are_summed_names_pass_and_variables_are_stacked(accumulate, num_minibatches):
+def test_metrics_are_summed_names_pass_and_variables_are_collected(accumulate, num_minibatches):
     key = jax.random.key(7)
     _, metrics, mutable_variables = accumulate(state(), batch(), key, num_minibatches, loss_fn)
     parts = [
@@ -77,7 +77,24 @@ def test_metrics_are_summed_names_pass_and_variables_are_stacked(accumulate, num
     assert_close(metrics["loss"]["value"], sum(part[0]["loss"]["value"] for part in parts))
     assert_close(metrics["largest"]["value"], max(part[0]["largest"]["value"] for part in parts))
     assert_close(metrics["noise"], sum(part[0]["noise"] for part in parts))
-    assert_close(mutable_variables, jax.tree.map(lambda *xs: jnp.stack(xs), *[part[1] for part in parts]))
+    if accumulate is accumulate_gradients_loop:
+        mutable_variables = stack(mutable_variables)
+    assert_close(mutable_variables, stack([part[1] for part in parts]))
+
+
+def stack(trees):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 4])
+def test_the_loop_returns_the_variables_of_each_minibatch_and_the_scan_stacks_them(num_minibatches):
+    run = functools.partial(accumulate_gradients, state(), batch(), jax.random.key(7), num_minibatches, loss_fn)
+    (_, _, each), (_, _, stacked) = run(), run(use_scan=True)
+    assert isinstance(each, list)
+    assert [sorted(tree) for tree in each] == [["first", "noise"]] * num_minibatches
+    assert each[0]["first"].shape == (FEATURES,)
+    assert stacked["first"].shape == (num_minibatches, FEATURES)
+    assert_close(stack(each), stacked)
 
 
 def split(batch, num_minibatches):
@@ -109,6 +126,8 @@ def test_maxima_and_small_types_do_not_depend_on_the_number_of_minibatches(accum
 def test_both_variants_return_the_same(use_scan):
     expected = accumulate_gradients_loop(state(), batch(), jax.random.key(0), 4, loss_fn)
     actual = accumulate_gradients(state(), batch(), jax.random.key(0), 4, loss_fn, use_scan=use_scan)
+    expected = (*expected[:2], stack(expected[2]))
+    actual = actual if use_scan else (*actual[:2], stack(actual[2]))
     names = [jax.tree.map(lambda x: x if isinstance(x, str) else None, tree) for tree in (actual, expected)]
     assert names[0] == names[1]
     numbers = [jax.tree.map(lambda x: None if isinstance(x, str) else x, tree) for tree in (actual, expected)]
@@ -131,7 +150,7 @@ def test_batches_of_tokens_and_old_style_keys_work(accumulate):
         return apply_fn({"params": params}, x.astype(jnp.float32)).mean(), ({"keys": rng[0]}, None)
 
     gradients, _, mutable_variables = accumulate(state(), tokens, jax.random.PRNGKey(0), 2, loss_fn)
-    assert mutable_variables is None
+    assert mutable_variables == ([None, None] if accumulate is accumulate_gradients_loop else None)
     assert np.isfinite(gradients["kernel"]).all()
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from xlstm_jax.dataset.batch import Batch
 
 def accumulate_gradients_loop(
     state: TrainState, batch: Batch, rng: PRNGKeyArray, num_minibatches: int, loss_fn: Callable
-) -> tuple[PyTree, StepMetrics | FrozenDict, PyTree]:
+) -> tuple[PyTree, StepMetrics | FrozenDict, Sequence[PyTree]]:
     """Calculate gradients and metrics for a batch using gradient accumulation.
 
     Args:
@@ -28,7 +28,7 @@ def accumulate_gradients_loop(
         loss_fn: Loss function to calculate gradients and metrics.
 
     Returns:
-        Tuple with accumulated gradients, metrics, and collected mutable variables over the mini-batches.
+        Tuple with accumulated gradients, metrics, and a list of the mutable variables of each mini-batch.
     """
     minibatches = _split_batch(batch, num_minibatches)
     gradients_of = _gradient_function(state, loss_fn)
@@ -38,7 +38,7 @@ def accumulate_gradients_loop(
         *sums, mutable_variables = gradients_of(minibatch, minibatch_rng)
         totals = _join(totals, sums) if totals else sums
         collected.append(mutable_variables)
-    return _finish(totals, jax.tree.map(lambda *xs: jnp.stack(xs), *collected), num_minibatches)
+    return _finish(totals, collected, num_minibatches)
 
 
 def accumulate_gradients_scan(
@@ -58,7 +58,7 @@ def accumulate_gradients_scan(
         loss_fn: Loss function to calculate gradients and metrics.
 
     Returns:
-        Tuple with accumulated gradients, metrics, and collected mutable variables over the mini-batches.
+        Tuple with accumulated gradients, metrics, and the mutable variables, stacked over the mini-batches.
     """
     minibatches = _split_batch(batch, num_minibatches), jax.random.split(rng, num_minibatches)
     gradients_of = _gradient_function(state, loss_fn)
@@ -80,7 +80,7 @@ def accumulate_gradients(
     num_minibatches: int,
     loss_fn: Callable,
     use_scan: bool = False,
-) -> tuple[PyTree, StepMetrics | FrozenDict, PyTree]:
+) -> tuple[PyTree, StepMetrics | FrozenDict, Sequence[PyTree] | PyTree]:
     """Calculate gradients and metrics for a batch using gradient accumulation.
 
     This function supports scanning over the mini-batches using `jax.lax.scan` or using a for loop.
@@ -97,9 +97,10 @@ def accumulate_gradients(
 
     Returns:
         Tuple with accumulated gradients, metrics, and collected mutable variables over the mini-batches: gradients are
-        averaged, metrics are summed, and mutable variables are stacked on a new leading axis. Leaves of the metrics
-        that are no numbers, such as the names of log modes, are passed on; metrics whose only mode is `max` are joined
-        by their maximum. A metric that is to be averaged needs a `count`, which is summed as its value is.
+        averaged, metrics are summed, and mutable variables are a list with one tree for each mini-batch, or, with
+        `use_scan`, one tree whose arrays are stacked on a new leading axis. Leaves of the metrics that are no numbers,
+        such as the names of log modes, are passed on; metrics whose only mode is `max` are joined by their maximum. A
+        metric that is to be averaged needs a `count`, which is summed as its value is.
     """
     accumulate = accumulate_gradients_scan if use_scan else accumulate_gradients_loop
     return accumulate(state, batch, rng, num_minibatches, loss_fn)
@@ -206,7 +207,7 @@ def _join(totals: list[PyTree], new: list[PyTree]) -> list[PyTree]:
     return [_add(totals[0], new[0]), _join_metrics(totals[1], new[1])]
 
 
-def _finish(totals: list[PyTree], mutable_variables: PyTree, num_minibatches: int) -> tuple:
+def _finish(totals: list[PyTree], mutable_variables: Sequence[PyTree] | PyTree, num_minibatches: int) -> tuple:
     grads, metrics = totals
     grads = jax.tree.map(lambda g: g / num_minibatches, grads)
     return grads, _show_non_numbers(metrics), mutable_variables

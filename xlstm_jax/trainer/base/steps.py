@@ -112,6 +112,8 @@ def train_step(
         with_accepted(loss_function, train=True, mutable_variables=state.mutable_variables, whole=whole), whole
     )
     gradients, step_metrics, variables = accumulate_gradients(state, batch, step_rng, num_minibatches, loss, use_scan)
+    if not use_scan:
+        variables = jax.tree.map(lambda *of_minibatches: jnp.stack(of_minibatches), *variables)
     sown, variables = _split_off_intermediates(variables)
     gradients = sync_gradients(gradients, axis_names)
     variables = state.mutable_variables if variables is None else _joined_variables(variables, axis_names)
