@@ -167,9 +167,27 @@ def test_tokens_are_the_same_on_a_mesh(gather_params_once):
     np.testing.assert_array_equal(is_valid, expected_valid)
 
 
-def test_a_single_sequence_needs_no_batch_axis():
-    tokens, _ = run("mlstm", PREFIXES[0])
-    np.testing.assert_array_equal(tokens, run("mlstm", PREFIXES[:1])[0])
+def test_a_prefix_of_one_axis_is_one_token_for_each_sequence():
+    tokens, _ = run("mlstm", PREFIXES[:, 0], PREFIXES[:, 0] > 0)
+    np.testing.assert_array_equal(tokens, run("mlstm", PREFIXES[:, :1], PREFIXES[:, :1] > 0)[0])
+    assert tokens.shape == (ROWS, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "mask", "message"),
+    [
+        (PREFIXES.astype(np.float32), None, "prefix_tokens are float32.*int32"),
+        (PREFIXES[None], None, r"shape \(1, 8, 5\).*\[batch, length\]"),
+        (PREFIXES, np.ones((ROWS, 4), bool), r"prefix_mask has the shape \(8, 4\), .* \(8, 5\)"),
+        (PREFIXES, np.ones(PREFIX, bool), r"prefix_mask has the shape \(5,\)"),
+        (PREFIXES[:, 0], np.ones((ROWS, 1), bool), r"prefix_mask has the shape \(8, 1\)"),
+    ],
+    ids=["floats", "three axes", "a short mask", "a mask of one row", "a mask with more axes"],
+)
+def test_a_prefix_that_cannot_be_rows_of_tokens_is_refused(prefix, mask, message):
+    prefix, mask = jnp.asarray(prefix), None if mask is None else jnp.asarray(mask)
+    with pytest.raises(ValueError, match=message):
+        generate_tokens(train_state("mlstm"), jax.random.key(1), prefix, mask, max_length=LENGTH)
 
 
 def test_what_is_drawn_does_not_depend_on_how_the_prompt_is_read():

@@ -117,7 +117,7 @@ def continue_texts(
         generate = trainer.get_generate_fn(
             max_length=len(row) + num_tokens, eod_token_id=-1 if end is None else end, token_sample_fn=sample
         )
-        tokens, is_valid = generate(trainer.state, jax.random.key(seed), jnp.asarray(row, jnp.int32))
+        tokens, is_valid = generate(trainer.state, jax.random.key(seed), jnp.asarray([row], jnp.int32))
         written = np.asarray(tokens[0])[np.asarray(is_valid[0])][len(row) :]
         texts.append(tokenizer.decode(written.tolist(), skip_special_tokens=True))
     return texts

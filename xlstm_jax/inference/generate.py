@@ -27,6 +27,35 @@ class _Progress(NamedTuple):
     has_ended: jax.Array
 
 
+def as_rows(
+    prefix_tokens: jax.typing.ArrayLike, prefix_mask: jax.typing.ArrayLike | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Check how sequences begin, and lay it out as `[batch, length]`.
+
+    Args:
+        prefix_tokens: Tokens `[batch, length]`, or `[batch]`: one token for each sequence.
+        prefix_mask: Which of them are given; the same shape.
+
+    Returns:
+        The tokens and the mask.
+    """
+    tokens = jnp.asarray(prefix_tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"prefix_tokens are {tokens.dtype}, but tokens are integers: convert them to int32.")
+    if tokens.ndim not in (1, 2):
+        raise ValueError(
+            f"prefix_tokens have the shape {tokens.shape}, but need [batch, length], or [batch] for one token each."
+        )
+    mask = None if prefix_mask is None else jnp.asarray(prefix_mask)
+    if mask is not None and mask.shape != tokens.shape:
+        raise ValueError(
+            f"prefix_mask has the shape {mask.shape}, but prefix_tokens have {tokens.shape}: give one value a token."
+        )
+    if tokens.ndim == 1:
+        return tokens[:, None], None if mask is None else mask[:, None]
+    return tokens, mask
+
+
 def generate(
     advance: Advance,
     state: PyTree,
@@ -45,7 +74,8 @@ def generate(
         advance: Runs the model.
         state: The state of the model before the first token.
         rng: The random key. What is drawn at a position depends on the key and the position alone.
-        prefix_tokens: How the sequences begin, `[batch, length]`; the first token is always taken.
+        prefix_tokens: How the sequences begin, `[batch, length]`, or `[batch]` for one token each; the first token is
+            always taken.
         prefix_mask: Which of them are given, as booleans or as 0 and 1; the others are generated. All are given by
             default.
         max_length: The length of the sequences.
@@ -57,6 +87,7 @@ def generate(
     Returns:
         The tokens `[batch, max_length]`, zeros after the end of a sequence, and which of them belong to it.
     """
+    prefix_tokens, prefix_mask = as_rows(prefix_tokens, prefix_mask)
     batch_size, prefix_length = prefix_tokens.shape
     if not 1 <= prefix_length <= max_length:
         raise ValueError(

@@ -52,12 +52,13 @@ def test_greedy_generation_follows_the_full_pass(name, sizes):
     np.testing.assert_array_equal(tokens[:, 4:], np.argmax(logits[:, 3:-1], axis=-1))
 
 
-def test_one_sequence_needs_no_axis_of_rows():
+def test_a_prefix_of_one_axis_has_a_row_for_each_token():
     trainer = build("mlstm", ())
     generate = trainer.get_generate_fn(max_length=6, token_sample_fn=greedy_sampling)
-    row, _ = generate(trainer.state, jax.random.key(0), np.array([1, 2, 3]))
-    rows, _ = generate(trainer.state, jax.random.key(0), np.array([[1, 2, 3]]), np.ones((1, 3), bool))
-    np.testing.assert_array_equal(row, rows)
+    rows, _ = generate(trainer.state, jax.random.key(0), np.array([1, 2, 3]))
+    expected, _ = generate(trainer.state, jax.random.key(0), np.array([[1], [2], [3]]))
+    assert rows.shape == (3, 6)
+    np.testing.assert_array_equal(rows, expected)
 
 
 @pytest.mark.parametrize(

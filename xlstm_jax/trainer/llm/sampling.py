@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree, TrainState
 from xlstm_jax.distributed.array_utils import fold_rng_over_axis
 from xlstm_jax.distributed.data_parallel import gather_params
-from xlstm_jax.inference.generate import generate
+from xlstm_jax.inference.generate import as_rows, generate
 from xlstm_jax.inference.sampling import greedy_sampling, temperature_sampling
 from xlstm_jax.trainer.optimizer.schedule_free import get_eval_params
 from xlstm_jax.trainer.user_functions import model_takes
@@ -37,7 +36,7 @@ def generate_tokens(
         state: The train state. Its `apply_fn` is that of a model which takes a `state` and has `init_state`. If it also
             takes `last_only`, the logits of a prompt are never held but for its last position.
         rng: The random key, the same on all devices.
-        prefix_tokens: How the sequences begin, `[batch, length]` or, for a single one, `[length]`.
+        prefix_tokens: How the sequences begin, `[batch, length]`, or `[batch]` for one token each.
         prefix_mask: Which of them are given; the others are generated.
         cache: The state of the model before the first token; empty by default.
         max_length: The length of the sequences.
@@ -52,8 +51,7 @@ def generate_tokens(
     Returns:
         The tokens `[batch, max_length]`, zeros after the end of a sequence, and which of them belong to it.
     """
-    prefix_tokens = jnp.atleast_2d(prefix_tokens)
-    prefix_mask = None if prefix_mask is None else jnp.atleast_2d(prefix_mask)
+    prefix_tokens, prefix_mask = as_rows(prefix_tokens, prefix_mask)
     params = get_eval_params(getattr(state, "opt_state", ()), state.params)
     if param_dtype is not None:
         params = jax.tree.map(lambda x: x.astype(param_dtype), params)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import HostMetrics, ImmutableMetrics, Metrics, PyTree, StepMetrics, TrainState
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.batch import Batch, LLMBatch
+from xlstm_jax.inference.generate import as_rows
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.steps import Whole, eval_step
 from xlstm_jax.trainer.base.trainer import TrainerModule
@@ -103,7 +104,8 @@ class LLMTrainer(TrainerModule):
 
         Returns:
             A function `(state, rng, prefix_tokens, prefix_mask=None, cache=None) -> (tokens, is_valid)`. Prefixes are
-            `[rows, length]`, or `[length]` for one row; tokens `[rows, max_length]`, zeros where they are not valid.
+            `[rows, length]`, or `[rows]` for one token each; tokens `[rows, max_length]`, zeros where they are not
+            valid.
         """
         data_axes = (self.data_axis_name, self.fsdp_axis_name)
         rows, per_device = P(data_axes), P(self.axis_names)
@@ -135,10 +137,10 @@ class LLMTrainer(TrainerModule):
             prefix_mask: jax.Array | np.ndarray | None = None,
             cache: PyTree | None = None,
         ) -> tuple[jax.Array, jax.Array]:
-            prefix_tokens = jnp.atleast_2d(prefix_tokens)
+            prefix_tokens, prefix_mask = as_rows(prefix_tokens, prefix_mask)
             num_rows = prefix_tokens.shape[0]
             fill = functools.partial(_fill_rows, multiple=num_parts)
-            mask = None if prefix_mask is None else fill(jnp.atleast_2d(prefix_mask))
+            mask = None if prefix_mask is None else fill(prefix_mask)
             tokens, is_valid = compiled(state, rng, fill(prefix_tokens), mask, cache)
             return tokens[:num_rows], is_valid[:num_rows]
 
