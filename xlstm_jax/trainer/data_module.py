@@ -5,6 +5,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
+from xlstm_jax.common_types import PyTree
+
+REPLAY_BYTES = 2**30
+"""How much host memory the batches of an iterator may take, for it to be gone through more than once."""
+
 DataIterator = Iterator | Any
 """Yields batches, epoch after epoch; where it has `get_state` and `set_state`, a run resumes at the next batch."""
 
@@ -34,3 +42,112 @@ def kept_in_place(loaders: Any) -> Iterator[None]:
 def is_resumable(loader: Any) -> bool:
     """Tell whether a loader can say where it is, and go back there."""
     return hasattr(loader, "get_state") and hasattr(loader, "set_state")
+
+
+class ReplayedIterator(Iterator):
+    """An iterator over batches that each `iter` starts from its first batch.
+
+    Validation, callbacks and the check before training all go through the same loader. One that only has a `__next__`,
+    such as a generator, could be gone through once, so its batches are kept in host memory. One that starts anew by
+    itself is left to do so.
+
+    Args:
+        source: The iterator.
+        max_bytes: The host memory that its batches may take in each process.
+    """
+
+    def __init__(self, source: Iterator, max_bytes: int = REPLAY_BYTES):
+        self._source = source
+        self._iterator = iter(source)
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._batches: list[PyTree] = []
+        self._is_used_up = False
+        self._pass = self._replay()
+
+    def __iter__(self) -> "ReplayedIterator":
+        """Start from the first batch."""
+        self._pass = self._replay()
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        return next(self._pass)
+
+    def _replay(self) -> Iterator:
+        if self._is_used_up:
+            restarted = iter(self._source)
+            if (first := next(restarted, None)) is not None:
+                self._batches.clear()
+                yield first
+                while (batch := next(restarted, None)) is not None:
+                    yield batch
+                return
+        if self._num_bytes > self._max_bytes:
+            raise ValueError(
+                f"The loader is an iterator ({type(self._source).__name__}) whose batches take more than the "
+                f"{self._max_bytes / 2**20:,.0f} MiB that are kept to go through them again: pass a list, or an object "
+                "whose __iter__ starts from the first batch."
+            )
+        index = 0
+        while (batch := self._batch(index)) is not None:
+            index += 1
+            yield batch
+
+    def _batch(self, index: int) -> Any:
+        if index < len(self._batches):
+            return _from_host(self._batches[index])
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._is_used_up = True
+            return None
+        self._num_bytes += sum(_bytes_in_process(leaf) for leaf in jax.tree.leaves(batch))
+        if self._num_bytes > self._max_bytes:
+            self._batches.clear()
+        else:
+            self._batches.append(_to_host(batch))
+        return batch
+
+
+def as_replayable(loaders: Any) -> Any:
+    """Let loaders that can be gone through only once be gone through again; the others stay as they are."""
+    if isinstance(loaders, Mapping):
+        return {name: as_replayable(loader) for name, loader in loaders.items()}
+    is_one_pass = isinstance(loaders, Iterator) and not is_resumable(loaders)
+    return ReplayedIterator(loaders) if is_one_pass else loaders
+
+
+@dataclasses.dataclass(frozen=True)
+class _HostArray:
+    """The parts of a global array that this process has, in host memory."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    parts: list[tuple[Any, np.ndarray]]
+    """Devices, and what lies on each."""
+
+
+def _to_host(batch: PyTree) -> PyTree:
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf  # Loaders may reuse their buffers.
+        parts = [(shard.device, np.asarray(shard.data)) for shard in leaf.addressable_shards]
+        return _HostArray(leaf.shape, leaf.sharding, parts)
+
+    return jax.tree.map(copy, batch)
+
+
+def _from_host(batch: PyTree) -> PyTree:
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, _HostArray):
+            return leaf
+        parts = [jax.device_put(part, device) for device, part in leaf.parts]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+
+    return jax.tree.map(place, batch)
+
+
+def _bytes_in_process(leaf: Any) -> int:
+    if isinstance(leaf, jax.Array):
+        return sum(shard.data.nbytes for shard in leaf.addressable_shards)
+    return np.asarray(leaf).nbytes

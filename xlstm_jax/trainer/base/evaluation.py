@@ -90,8 +90,8 @@ class Evaluation(CallbackHooks):
                 batch = next(iter(loader), None)
             if batch is None:
                 raise ValueError(
-                    f"The loader {name!r} for validation is empty: it has fewer examples than a batch, or its files "
-                    "hold nothing. Pass None for no validation."
+                    f"The loader {name!r} for validation is empty: it has fewer examples than a batch, its files hold "
+                    "nothing, or it is an iterator that is used up. Pass None for no validation."
                 )
             with self.clock.measure("compile"):
                 jax.block_until_ready(self.eval_step(self.state, batch, self.init_eval_metrics(batch)))

@@ -39,7 +39,7 @@ from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
 from xlstm_jax.trainer.base.validation import Validation
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.callbacks.checkpointing import check_folders
-from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule
+from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule, as_replayable
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
@@ -352,7 +352,8 @@ class TrainerModule(Validation):
 
         Args:
             train_loader: The batches to train on.
-            val_loader: What to validate on, one set or several by name; `None` for no validation.
+            val_loader: What to validate on, one set or several by name; `None` for no validation. The batches of an
+                iterator that does not start anew are kept in host memory, up to 1 GiB; likewise of `test_loader`.
             test_loader: What to test on after training, with the latest checkpoint if there is one.
             num_epochs: For how many epochs to train; give this or `num_train_steps`.
             num_train_steps: For how many steps to train.
@@ -379,6 +380,7 @@ class TrainerModule(Validation):
                 self.log_training_info(
                     num_epochs, plan.num_train_steps, plan.steps_per_epoch, train_loader, val_loader, test_loader
                 )
+                val_loader, test_loader = as_replayable(val_loader), as_replayable(test_loader)
                 self.on_training_start()
                 STARTUP.end("callbacks")
                 self.test_eval_function(val_loader)
