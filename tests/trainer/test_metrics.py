@@ -134,6 +134,38 @@ def test_means_over_more_tokens_than_integers_count_are_right():
     assert numbers == pytest.approx({"loss_mean": 3.0, "tokens_mean": count}, rel=1e-5)
 
 
+MODES = ["mean", "mean_nopostfix", "single", "max", "std"]
+
+
+def test_metrics_of_the_host_are_accumulated_in_float64():
+    values, metrics = np.float64(1) + np.arange(1, 5) * 1e-12, None
+    for value in values:
+        metrics = update_metrics(metrics, {"x": {"value": value * 3, "count": 3, "log_modes": MODES}})
+    _, numbers = get_metrics(metrics)
+    expected = {"x_mean": values.mean(), "x": values.mean(), "x_single": values[-1], "x_max": values[-1]}
+    for name, number in expected.items():
+        assert numbers[name] == pytest.approx(number, rel=1e-15)
+    assert metrics["x"]["std"]["value2"].dtype == np.float64
+    zeros, _ = get_metrics(metrics, reset_metrics=True)
+    assert zeros["x"]["mean"]["value"].dtype == np.float64
+
+
+@pytest.mark.parametrize("host_first", [False, True])
+def test_metrics_of_host_and_device_together_are_those_of_the_device(host_first):
+    steps = [{"x": {"value": number, "log_modes": MODES}} for number in (jnp.float32(1), np.float64(3))]
+    metrics = functools.reduce(update_metrics, steps[::-1] if host_first else steps, None)
+    assert metrics["x"]["mean"]["value"].dtype == jnp.float32
+    assert get_metrics(metrics)[1]["x_mean"] == 2
+    assert get_metrics(metrics)[1]["x_std"] == 1
+
+
+def test_a_traced_update_with_a_number_of_the_host_has_the_dtypes_of_the_device():
+    update = jax.jit(lambda metrics: update_metrics(metrics, {"x": {"value": np.float64(2), "log_modes": MODES}}))
+    first, second = update(None), update(update(None))
+    assert jax.tree.map(lambda x: x.dtype, first) == jax.tree.map(lambda x: x.dtype, second)
+    assert first["x"]["mean"]["value"].dtype == jnp.float32
+
+
 def test_a_scan_over_steps_gives_what_a_loop_gives():
     values, counts = jnp.array([-1.0, 4.0, 2.0]), jnp.array([1, 0, 2])
     start = jax.tree.map(jnp.zeros_like, update(None, values[0], counts[0]))

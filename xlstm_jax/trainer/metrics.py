@@ -11,6 +11,8 @@ of 0 means that there is nothing yet, so setting every leaf to zero starts anew.
 - `single_noreduce`, `single_noreduce_wcount`: the value of the last step as it is, without or with its count.
 
 A step whose count is 0 adds nothing to `mean`, `max` and `std`, whatever its value; a NaN that is counted is reported.
+
+Metrics of the device are summed in float32, those of the host, whose values are NumPy's float64, in float64.
 """
 
 import functools
@@ -30,7 +32,8 @@ LOGGER = logging.getLogger(__name__)
 
 DEFAULT_LOG_MODES = ("mean_nopostfix",)
 NUMBERS = (np.ndarray, np.generic, int, float)
-Sums = dict[str, jax.Array]
+Number = jax.Array | np.ndarray
+Sums = dict[str, Any]
 
 
 def update_metrics(
@@ -52,8 +55,9 @@ def update_metrics(
     for name, element in step_metrics.items():
         value, count, log_modes = _parse_step_element(name, element, default_log_modes)
         accumulated = metrics.setdefault(name, {})
-        for mode in log_modes:
-            accumulated[mode] = _accumulate(mode, accumulated.get(mode), _to_sums(mode, value, count))
+        with np.errstate(invalid="ignore", over="ignore"):
+            for mode in log_modes:
+                accumulated[mode] = _accumulate(mode, accumulated.get(mode), _to_sums(mode, value, count))
     return freeze(metrics)
 
 
@@ -80,6 +84,7 @@ def reduce_step_metrics(
     reduced = {}
     for name, element in step_metrics.items():
         value, count, log_modes = _parse_step_element(name, element, default_log_modes)
+        value, count = _to_array(value), _to_count(count)
         if set(log_modes) == {"max"}:
             value, count = _largest_over_devices(value, count, axes)
         else:
@@ -146,7 +151,7 @@ def aggregate_metrics(
 
 def _parse_step_element(
     name: str, element: Any, default_log_modes: Sequence[str] | None
-) -> tuple[jax.Array, jax.Array, tuple[str, ...]]:
+) -> tuple[Number, Number, tuple[str, ...]]:
     parts = element if isinstance(element, Mapping) else {"value": element}
     if "value" not in parts or not set(parts) <= {"value", "count", "log_modes"}:
         raise ValueError(
@@ -159,7 +164,14 @@ def _parse_step_element(
         raise ValueError(
             f"Metric {name!r} has the log mode {unknown[0]!r}: choose from {', '.join(get_args(LogMode))}."
         )
-    return _to_array(parts["value"]), _to_count(parts.get("count", 1)), log_modes
+    value, count = parts["value"], parts.get("count", 1)
+    if _is_on_host(value) and not isinstance(count, jax.Array):
+        return np.asarray(value), np.asarray(count), log_modes
+    return _to_array(value), _to_count(count), log_modes
+
+
+def _is_on_host(x: Any) -> bool:
+    return isinstance(x, np.ndarray | np.generic) and x.dtype == np.float64
 
 
 def _to_array(x: Any) -> jax.Array:
@@ -175,34 +187,44 @@ def _to_count(x: Any) -> jax.Array:
     return lax.convert_element_type(x, jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
-def _to_sums(mode: str, value: jax.Array, count: jax.Array) -> Sums:
+def _to_sums(mode: str, value: Number, count: Number) -> Sums:
     """Return what a step adds to one mode."""
     if mode.startswith("single"):
         return {"value": value, "count": count}
     is_counted = count != 0
     if mode in ("mean", "mean_nopostfix"):
+        xp, wide = _arithmetic(value)
         # Sums of integers would overflow after two thousand million tokens, and means turn negative.
-        value, count = value.astype(jnp.float32), count.astype(jnp.float32)
-        return {"value": jnp.where(is_counted, value, jnp.zeros_like(value)), "count": count}
+        value, count = value.astype(wide), count.astype(wide)
+        return {"value": xp.where(is_counted, value, xp.zeros_like(value)), "count": count}
     ratio = _ratio(value, count, otherwise=0.0)
     once = {"value": ratio, "count": is_counted.astype(count.dtype)}
-    return once if mode == "max" else {**once, "value2": jnp.square(ratio)}
+    return once if mode == "max" else {**once, "value2": ratio * ratio}
 
 
-def _ratio(value: jax.Array, count: jax.Array, *, otherwise: float) -> jax.Array:
-    divisor = jnp.where(count == 0, 1, count).astype(jnp.float32)
-    return jnp.where(count == 0, otherwise, value.astype(jnp.float32) / divisor)
+def _arithmetic(*numbers: Any) -> tuple[Any, Any]:
+    """Return the module to compute with and the precision of sums: those of the host if all numbers are there."""
+    return (np, np.float64) if all(map(_is_on_host, numbers)) else (jnp, jnp.float32)
+
+
+def _ratio(value: Number, count: Number, *, otherwise: float) -> Number:
+    xp, wide = _arithmetic(value)
+    divisor = xp.where(count == 0, 1, count).astype(wide)
+    return xp.where(count == 0, otherwise, value.astype(wide) / divisor)
 
 
 def _accumulate(mode: str, old: Sums | None, new: Sums) -> Sums:
     if old is None or mode.startswith("single"):
         return new
+    xp, _ = _arithmetic(old["value"], new["value"])
+    if xp is jnp and _is_on_host(new["value"]):
+        new = {name: _to_array(number) for name, number in new.items()}
     if mode != "max":
-        return jax.tree.map(jnp.add, old, new)
-    larger = jnp.where(new["count"] == 0, old["value"], jnp.maximum(old["value"], new["value"]))
+        return {name: xp.add(old[name], number) for name, number in new.items()}
+    larger = xp.where(new["count"] == 0, old["value"], xp.maximum(old["value"], new["value"]))
     return {
-        "value": jnp.where(old["count"] == 0, new["value"], larger),
-        "count": jnp.maximum(old["count"], new["count"]),
+        "value": xp.where(old["count"] == 0, new["value"], larger),
+        "count": xp.maximum(old["count"], new["count"]),
     }
 
 
