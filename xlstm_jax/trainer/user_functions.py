@@ -1,12 +1,13 @@
 """How a step calls the functions that users write: with a device's rows, and with the arguments that they take."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
+from xlstm_jax.common_types import PyTree
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.distributed.array_utils import axis_size
 
@@ -30,6 +31,18 @@ def model_takes(apply_fn: Callable, argument: str) -> bool:
     """Find out whether the model behind an `apply` can be called with an argument."""
     model = getattr(apply_fn, "__self__", None)
     return model is not None and argument in inspect.signature(type(model).__call__).parameters
+
+
+def init_model_state(apply_fn: Callable, variables: Mapping[str, Any], num_rows: int) -> PyTree:
+    """Return the state of a recurrent model before the first token."""
+    model = getattr(apply_fn, "__self__", None)
+    if model is not None and not hasattr(model, "init_state"):
+        raise ValueError(
+            f"{type(model).__name__} has no method init_state(num_rows), which generation and recurrent evaluation "
+            "start from: add it, and the arguments state and return_state to __call__, or evaluate whole sequences "
+            "(in lm-eval: use_infinite_eval=False)."
+        )
+    return apply_fn(variables, num_rows, method="init_state")
 
 
 def describe(result: Any) -> str:

@@ -59,7 +59,7 @@ def test_a_row_has_the_sum_over_its_targets_whether_the_model_takes_them_or_not(
 
     @jax.jit
     def score(batch):
-        metrics, after = score_rows(apply, variables, batch)
+        metrics, after = score_rows(apply, variables, batch, "tp")
         assert after is None
         return {name: {key: metric.get(key) for key in ("value", "count")} for name, metric in metrics.items()}
 

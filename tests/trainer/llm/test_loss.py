@@ -7,11 +7,21 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from meshes import AXES
+import pytest
+from meshes import AXES, make_mesh, unboxed_tree
+from tolerances import assert_close
+from trainer.runs import LENGTH, PARALLEL, ROWS, VOCAB_SIZE, draw_batch
 
 from xlstm_jax.dataset.batch import LLMBatch
+from xlstm_jax.distributed import split_array_over_mesh
+from xlstm_jax.distributed.mesh_utils import ParallelConfig
+from xlstm_jax.models.configs import ModelConfig
+from xlstm_jax.models.shared import TPLMHead
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.trainer.llm.loss import add_perplexities, next_token_loss
+from xlstm_jax.trainer.llm.trainer import LLMTrainer, LLMTrainerConfig
+from xlstm_jax.trainer.metrics import get_metrics
+from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig
 from xlstm_jax.trainer.user_functions import model_takes
 
 CONFIG = XLSTMConfig(vocab_size=16, embedding_dim=16, num_heads=2, num_blocks=1, chunk_size=4)
@@ -40,6 +50,59 @@ def test_a_model_without_targets_has_the_same_loss_from_its_logits(key):
     with_statistics, (all_metrics, _) = loss(params, whole.apply, batch, key, log_logit_stats=True)
     np.testing.assert_allclose(with_statistics, expected, rtol=1e-6)
     assert all_metrics.keys() - metrics.keys() == {"logits_norm", "logits_std", "logits_max"}
+
+
+class HeadOverTP(nn.Module):
+    """A model whose head gives each device its part of the sequence."""
+
+    @nn.compact
+    def __call__(self, tokens, pos_idx=None, document_borders=None, train=False):
+        x = nn.Embed(VOCAB_SIZE, 8, embedding_init=nn.initializers.normal(1.0), name="embed")(tokens)
+        x = split_array_over_mesh(x, "tp", -1)
+        return TPLMHead(PARALLEL, VOCAB_SIZE, nn.initializers.normal(1.0), None, name="head")(x)
+
+
+def build_head(sizes, model_class=HeadOverTP):
+    return LLMTrainer(
+        LLMTrainerConfig(logger=None, enable_progress_bar=False, log_grad_norm=False),
+        ModelConfig(model_class=lambda config: model_class(), parallel=ParallelConfig()),
+        OptimizerConfig(name="sgd", scheduler=SchedulerConfig(lr=0.5), beta1=None),
+        LLMBatch.get_dtype_struct(ROWS, LENGTH),
+        mesh=make_mesh(**sizes),
+    )
+
+
+def test_a_head_that_splits_the_sequence_over_tp_trains_as_on_one_device():
+    results = []
+    for sizes in ({}, {"dp": 2, "tp": 4}):
+        trainer = build_head(sizes)
+        state, metrics = trainer.state, None
+        for index in range(2):
+            state, metrics = trainer.train_step(state, draw_batch(0, index), metrics)
+        results.append((unboxed_tree(state.params), get_metrics(metrics)[1]))
+    (params, metrics), (params_on_mesh, metrics_on_mesh) = results
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    assert_close(params_on_mesh, params)
+    assert metrics_on_mesh["loss_mean"] == pytest.approx(metrics["loss_mean"], rel=1e-6)
+    assert metrics_on_mesh["accuracy_mean"] == metrics["accuracy_mean"]
+
+
+def test_logits_of_another_shape_than_the_targets_are_refused():
+    class Short(HeadOverTP):
+        def __call__(self, tokens, **kwargs):
+            return super().__call__(tokens, **kwargs)[:, :-1]
+
+    trainer = build_head({}, Short)
+    with pytest.raises(ValueError, match=r"logits of shape \(16, 11, 32\) for targets of shape \(16, 12\)"):
+        trainer.train_step(trainer.state, draw_batch(0, 0), None)
+
+
+def test_a_model_without_a_state_is_named_where_one_is_needed():
+    trainer = build_head({})
+    with pytest.raises(ValueError, match=r"HeadOverTP has no method init_state.*use_infinite_eval=False"):
+        trainer.create_recurrent_evaluation_step_function(4)
+    with pytest.raises(ValueError, match="HeadOverTP has no method init_state"):
+        trainer.get_generate_fn(max_length=4)(trainer.state, jax.random.key(0), jnp.array([[1]]))
 
 
 def test_a_batch_of_padding_has_no_loss(key):

@@ -288,7 +288,8 @@ class LMEvalEvaluation(ExtendedEvaluation):
     ) -> tuple[Mapping[str, Any], PyTree]:
         """Compute the log-likelihood and the hits of each of a device's rows, with the number of its targets."""
         del rng  # nothing is drawn
-        return score_rows(apply_fn, {"params": params, **(mutable_variables or {})}, batch)
+        variables = {"params": params, **(mutable_variables or {})}
+        return score_rows(apply_fn, variables, batch, self.trainer.model_axis_name)
 
     # Reading chunk by chunk.
 

@@ -18,14 +18,14 @@ from xlstm_jax.trainer.llm.loss import losses_and_hits
 from xlstm_jax.trainer.llm.trainer import LLMTrainer
 from xlstm_jax.trainer.metrics import update_metrics
 from xlstm_jax.trainer.placement import compile_step, on_mesh
-from xlstm_jax.trainer.user_functions import gather_rows, model_takes
+from xlstm_jax.trainer.user_functions import gather_rows, init_model_state, model_takes
 
 KEEPS_VALUES = "single_noreduce"
 KEEPS_SUMS = "single_noreduce_wcount"
 
 
 def score_rows(
-    apply_fn: Callable, variables: Mapping[str, Any], batch: Any, cache: PyTree | None = None
+    apply_fn: Callable, variables: Mapping[str, Any], batch: Any, model_axis: str, cache: PyTree | None = None
 ) -> tuple[Mapping[str, Any], PyTree]:
     """Compute the log-likelihood of each row, and how many of its targets are the likeliest ones.
 
@@ -33,6 +33,7 @@ def score_rows(
         apply_fn: The `apply` of the model. One that takes `targets` never holds all logits.
         variables: Its variables.
         batch: An `LLMIndexedBatch`.
+        model_axis: The mesh axis whose devices share the model.
         cache: The state before the first column; if there is none, the model begins with its own.
 
     Returns:
@@ -52,7 +53,7 @@ def score_rows(
         **options,
     )
     result, after = (result, None) if cache is None else result
-    losses, hits = result if gives_losses else losses_and_hits(result, batch.targets)
+    losses, hits = result if gives_losses else losses_and_hits(result, batch.targets, model_axis)
     is_target = batch.targets_segmentation != 0
     sums = {"count": jnp.sum(is_target, axis=1), "log_modes": [KEEPS_SUMS]}
     metrics = {
@@ -103,12 +104,13 @@ class ChunkReader:
         return metrics, cache
 
     def _init_on_device(self, state: EvalState) -> PyTree:
-        cache = state.apply_fn(_variables(state), self._rows_per_device, method="init_state")
+        cache = init_model_state(state.apply_fn, _variables(state), self._rows_per_device)
         return jax.tree.map(lambda x: x[None], cache)
 
     def _read_on_device(self, state: EvalState, chunk: Batch, cache: PyTree) -> tuple[ImmutableMetrics, PyTree]:
         rows = gather_rows(chunk, self._trainer.axis_names)
-        metrics, after = score_rows(state.apply_fn, _variables(state), rows, cache=jax.tree.map(lambda x: x[0], cache))
+        before, model_axis = jax.tree.map(lambda x: x[0], cache), self._trainer.model_axis_name
+        metrics, after = score_rows(state.apply_fn, _variables(state), rows, model_axis, cache=before)
         metrics = update_metrics(None, device_metrics_aggregation(self._trainer, metrics))
         return metrics, jax.tree.map(lambda x: x[None], after)
 

@@ -11,7 +11,13 @@ import optax
 
 from xlstm_jax.common_types import PyTree, StepMetrics
 from xlstm_jax.dataset.batch import LLMBatch
-from xlstm_jax.distributed.array_utils import axis_index, axis_size, fold_rng_over_axis
+from xlstm_jax.distributed.array_utils import (
+    axis_index,
+    axis_size,
+    fold_rng_over_axis,
+    gather_whole,
+    split_array_over_mesh,
+)
 from xlstm_jax.trainer.base.steps import INTERMEDIATES, Whole, current_whole
 from xlstm_jax.trainer.user_functions import model_takes
 
@@ -40,7 +46,7 @@ def next_token_loss(
     Args:
         params: The parameters.
         apply_fn: The `apply` of the model. A model that takes `targets` returns losses and hits, and never holds all
-            logits; any other returns the logits.
+            logits; any other returns the logits, whole or this device's part of the sequence, as of `TPLMHead`.
         batch: This device's rows, the same on all devices of the pipeline and model axes.
         rng: The key for dropout, which differs between devices with different rows.
         axis_names: The mesh axes.
@@ -67,7 +73,7 @@ def next_token_loss(
         mutable=[INTERMEDIATES, *mutable_variables],
         **({"targets": batch.targets} if give_targets else {}),
     )
-    losses, hits = result if give_targets else losses_and_hits(result, batch.targets)
+    losses, hits = result if give_targets else losses_and_hits(result, batch.targets, axis_names[-1])
     is_target = batch.targets_segmentation != 0
     total, num_hits = (jnp.sum(jnp.where(is_target, x, 0)) for x in (losses, hits))
     num_targets = jnp.sum(is_target)
@@ -114,10 +120,34 @@ def _perplexity(loss: float) -> float:
         return math.inf
 
 
-def losses_and_hits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of each target, and whether it has the largest logit."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-    return losses, jnp.argmax(logits, axis=-1) == targets
+def losses_and_hits(logits: jax.Array, targets: jax.Array, model_axis: str) -> tuple[jax.Array, jax.Array]:
+    """Return the loss of each target, and whether it has the largest logit.
+
+    Args:
+        logits: The logits `[batch, length, vocab]`, whole or this device's part of the sequence, as of `TPLMHead`.
+        targets: The targets `[batch, length]`, whole.
+        model_axis: The mesh axis over which the sequence may be split.
+
+    Returns:
+        Both for all targets.
+    """
+    size = axis_size(model_axis)
+    num_rows, length = targets.shape
+    is_part = size > 1 and logits.shape[:-1] == (num_rows, length // size) and length % size == 0
+    if logits.ndim != 3 or not (is_part or logits.shape[:-1] == targets.shape):
+        raise ValueError(
+            f"The model returned logits of shape {logits.shape} for targets of shape {targets.shape}: they have to be "
+            f"[batch, length, vocab], with the whole length or a device's part of it over {model_axis!r} ({size} "
+            "devices), and the whole vocabulary."
+        )
+    own = split_array_over_mesh(targets, model_axis, 1) if is_part else targets
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), own)
+    hits = jnp.argmax(logits, axis=-1) == own
+    return (
+        (gather_whole(losses, (None, model_axis)), gather_whole(hits, (None, model_axis)))
+        if is_part
+        else (losses, hits)
+    )
 
 
 def _counts_once(axis_names: Sequence[str]) -> jax.Array:

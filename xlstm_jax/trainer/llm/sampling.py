@@ -11,7 +11,7 @@ from xlstm_jax.distributed.data_parallel import gather_params
 from xlstm_jax.inference.generate import as_rows, generate
 from xlstm_jax.inference.sampling import greedy_sampling, temperature_sampling
 from xlstm_jax.trainer.optimizer.schedule_free import get_eval_params
-from xlstm_jax.trainer.user_functions import model_takes
+from xlstm_jax.trainer.user_functions import init_model_state, model_takes
 
 __all__ = ["generate_tokens", "greedy_sampling", "temperature_sampling"]
 
@@ -65,7 +65,7 @@ def generate_tokens(
         return state.apply_fn(variables, tokens, state=cache, return_state=True, **only_last)
 
     if cache is None:
-        cache = state.apply_fn(variables, prefix_tokens.shape[0], method="init_state")
+        cache = init_model_state(state.apply_fn, variables, prefix_tokens.shape[0])
     axis_names = data_axis_name, fsdp_axis_name
     return generate(
         advance,

@@ -23,6 +23,7 @@ from xlstm_jax.trainer.base.trainer import TrainerModule
 from xlstm_jax.trainer.llm.loss import add_perplexities, count_targets, next_token_loss
 from xlstm_jax.trainer.llm.sampling import generate_tokens, temperature_sampling
 from xlstm_jax.trainer.placement import on_mesh, zeros_on_mesh
+from xlstm_jax.trainer.user_functions import init_model_state
 
 EXAMPLE_LENGTH = 64
 GenerateFn = Callable[..., tuple[jax.Array, jax.Array]]
@@ -206,7 +207,7 @@ class LLMTrainer(TrainerModule):
                 inputs.shape[0] * self.mesh.shape[self.pipeline_axis_name] * self.mesh.shape[self.model_axis_name]
             )
             variables = {"params": state.params, **(state.mutable_variables or {})}
-            cache = state.apply_fn(variables, num_rows, method="init_state")
+            cache = init_model_state(state.apply_fn, variables, num_rows)
             return jax.tree.map(lambda x: x[None], cache)
 
         specs = (self.state_partition_specs, self.batch_partition_specs)
