@@ -59,6 +59,11 @@ def test_an_impossible_mesh_is_an_error_that_lists_the_devices_and_the_sizes(siz
     assert str(jax.devices()[3]) in message
 
 
+def test_a_mesh_of_no_devices_is_refused():
+    with pytest.raises(ValueError, match="for 0 devices: there is no device to use"):
+        initialize_mesh(ParallelConfig(), np.array([]))
+
+
 @pytest.mark.parametrize(("num_devices", "shape"), [(1, (1, 1, 1, 1)), (4, (1, 2, 1, 2)), (8, (1, 4, 1, 2))])
 def test_an_fsdp_axis_that_may_shrink_takes_the_devices_there_are(num_devices, shape):
     config = ParallelConfig(fsdp_axis_size=8, fsdp_axis_shrinks=True, model_axis_size=shape[-1])

@@ -1,5 +1,7 @@
 """How the next token is chosen: from which tokens, and how often."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,13 @@ def test_rows_are_limited_by_themselves(key):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"top_k": 0}, "top_k is 0"), ({"top_p": 0.0}, "top_p is 0.0"), ({"top_p": 1.5}, "top_p is 1.5")],
+    [
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"temperature": math.nan}, "temperature is nan.*at least 0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+    ],
 )
 def test_a_limit_that_leaves_nothing_or_makes_no_sense_is_refused(key, options, message):
     with pytest.raises(ValueError, match=message):

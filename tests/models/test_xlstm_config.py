@@ -74,3 +74,10 @@ def test_an_array_of_another_shape_than_the_tokens_is_refused_by_its_name(shape)
     ):
         check_tokens(TOKENS, pos_idx=TOKENS, document_borders=None, targets=jnp.zeros(shape, jnp.int32))
     check_tokens(TOKENS, pos_idx=TOKENS, document_borders=None, targets=TOKENS)
+
+
+@pytest.mark.parametrize("name", ["tokens", "targets"])
+def test_tokens_that_are_no_integers_are_refused(name):
+    arrays = {"tokens": TOKENS, name: TOKENS.astype(jnp.float32)}
+    with pytest.raises(ValueError, match=f"{name} has dtype float32, but must hold integers"):
+        check_tokens(**arrays)

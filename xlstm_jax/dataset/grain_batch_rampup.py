@@ -8,6 +8,8 @@ import grain
 import jax
 import numpy as np
 
+from xlstm_jax.dataset.states import check_keys
+
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -44,6 +46,7 @@ class _BatchRampUpDatasetIterator(grain.DatasetIterator[T]):
         return {"batch_step": self._batch_step, "parent": self._rows.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        check_keys(state, "batch_step", "parent")
         self._batch_step = state["batch_step"]
         self._rows.set_state(state["parent"])
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.dataset.prefetch import Prefetcher
+from xlstm_jax.dataset.states import check_keys
 
 _BASE64 = "base64"
 _NUM_DRAWN = "num_drawn"
@@ -90,6 +91,7 @@ class MultiHostDataLoadIterator:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go to where an iterator of the same data was; if the loader can check a state, it does so first."""
+        check_keys(state, "step", "iterator_length", "iterator")
         if hasattr(self.dataloader, "check_state"):
             self.dataloader.check_state(state["iterator"])  # pyright: ignore[reportAttributeAccessIssue]
         if state["iterator_length"] != self.iterator_length:
@@ -227,6 +229,7 @@ class _LocalBatches(Iterator):
             self._iterator.set_state(inner)  # pyright: ignore[reportAttributeAccessIssue]
             self._is_at_beginning = False
         else:
+            check_keys(state, _NUM_DRAWN)
             self._draw_until(state[_NUM_DRAWN])
 
     def _draw_until(self, num_drawn: int) -> None:

@@ -16,6 +16,7 @@ from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments, Source
 from xlstm_jax.dataset.mixture import Mixture, WeightSchedule
 from xlstm_jax.dataset.packing import FirstFitPacking, Packing, StreamPacking, make_batch
+from xlstm_jax.dataset.states import check_keys
 from xlstm_jax.dataset.workers import WorkerPool
 
 PackingName = Literal["stream", "first_fit", "none"]
@@ -156,7 +157,8 @@ class OrderedBatches(Iterator[LLMBatch]):
         Raises:
             ValueError: They are other data, or other batches; the message has the differences.
         """
-        before, now = _flatten(state.get("data", {})), _flatten(self._description)
+        check_keys(state, "data", "step", "pass", "epoch_begin", "counts", "mixture", "packing")
+        before, now = _flatten(state["data"]), _flatten(self._description)
         names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if names:
             pairs = [(name, before.get(name, "absent"), now.get(name, "absent")) for name in names]

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.dataset.configs import SyntheticDataConfig
+from xlstm_jax.dataset.states import check_keys
 
 LENGTH_DEVIATION = 1.0
 """Standard deviation of the logarithm of document lengths, roughly that of web text."""
@@ -126,6 +127,7 @@ class SyntheticDataIterator:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go to where an iterator with as many batches was."""
+        check_keys(state, "step", "num_batches")
         if state["num_batches"] != self.config.num_batches:
             raise ValueError(
                 f"The state is from epochs of {state['num_batches']} batches, but num_batches is "

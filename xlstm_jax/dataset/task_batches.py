@@ -10,6 +10,7 @@ from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.dataset.configs import FormalTaskDataConfig
 from xlstm_jax.dataset.formal_languages import TASKS, draw_example
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator, rows_of_process
+from xlstm_jax.dataset.states import check_keys
 from xlstm_jax.dataset.tasks import stack_examples
 
 
@@ -61,6 +62,7 @@ class TaskBatches(Iterator[LLMBatch]):
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go to where an iterator of the same task stood."""
+        check_keys(state, "data", "index")
         if state["data"] != self._describe():
             raise ValueError(f"The state is of {state['data']}, but here there is {self._describe()}.")
         self._index = state["index"]

@@ -78,6 +78,8 @@ class ParallelConfig:
         def impossible(reason: str) -> ConfigError:
             return ConfigError(f"Impossible mesh {requested} for {_count(num_devices)}: {reason}")
 
+        if num_devices < 1:
+            raise impossible("there is no device to use.")
         free = [name for name, size in sizes.items() if size == -1]
         wrong = [name for name, size in sizes.items() if size < 1 and size != -1]
         if wrong:

@@ -15,8 +15,8 @@ def temperature_sampling(logits: jax.Array, rng: jax.Array, temperature: float =
     Returns:
         A token for each row.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}, but must not be negative.")
+    if not temperature >= 0:  # NaN too
+        raise ValueError(f"temperature is {temperature}, but must be a number of at least 0.")
     return greedy_sampling(logits) if temperature == 0 else jax.random.categorical(rng, logits / temperature)
 
 

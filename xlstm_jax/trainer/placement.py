@@ -50,8 +50,13 @@ def check_rows(batch: Batch, mesh: Mesh | AbstractMesh) -> None:
         )
 
 
-def place_batch(batch: Batch, mesh: Mesh, specs: P) -> Batch:
+def place_batch(batch: Batch, mesh: Mesh | AbstractMesh, specs: P) -> Batch:
     """Spread an example batch over a mesh; where there are only shapes, zeros take their place."""
+    if isinstance(mesh, AbstractMesh) or mesh.size == 0:
+        raise ValueError(
+            f"The mesh {', '.join(mesh.axis_names)} has no devices, so a trainer cannot run on it: pass a "
+            "jax.sharding.Mesh of devices, or None for all of them."
+        )
     check_rows(batch, mesh)
     sharding = NamedSharding(mesh, specs)
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import make_mesh
+from jax.sharding import AbstractMesh, Mesh
+from meshes import AXES, make_mesh
 from rich.console import Console
 from trainer.runs import (
     ADAMW,
@@ -329,7 +330,7 @@ class RegressionTrainer(TrainerModule):
         return loss, ({"loss": loss, "train": {"value": float(train), "count": 1}}, None)
 
 
-def make_regression(trainer_class=RegressionTrainer, sizes=None, model_class=Regression, **options):
+def make_regression(trainer_class=RegressionTrainer, sizes=None, model_class=Regression, mesh=None, **options):
     parallel = ParallelConfig()
     batch = Batch(inputs=jax.ShapeDtypeStruct((8, 4), jnp.float32), targets=jax.ShapeDtypeStruct((8, 1), jnp.float32))
     return trainer_class(
@@ -337,7 +338,7 @@ def make_regression(trainer_class=RegressionTrainer, sizes=None, model_class=Reg
         ModelConfig(model_class=model_class, parallel=parallel),
         OptimizerConfig(name="sgd"),
         batch,
-        mesh=make_mesh(**(sizes or {"dp": 8})),
+        mesh=make_mesh(**(sizes or {"dp": 8})) if mesh is None else mesh,
     )
 
 
@@ -428,6 +429,20 @@ def test_data_that_a_run_cannot_use_are_named(arguments, message):
     trainer = make_regression()
     with pytest.raises(ValueError, match=message):
         trainer.train_model(**{"train_loader": REGRESSION_BATCHES, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (AbstractMesh((1, 1, 1, 1), AXES), "mesh dp, fsdp, pp, tp has no devices.*pass a jax.sharding.Mesh"),
+        (Mesh(np.zeros((0, 1, 1, 1), object), AXES), "mesh dp, fsdp, pp, tp has no devices"),
+        (Mesh(np.array(jax.devices()[:1]), ("dp",)), "mesh has the axes dp, but a trainer needs four"),
+    ],
+    ids=["abstract", "empty", "one axis"],
+)
+def test_a_mesh_that_a_trainer_cannot_run_on_is_refused(mesh, message):
+    with pytest.raises(ValueError, match=message):
+        make_regression(mesh=mesh)
 
 
 def test_a_batch_that_cannot_be_split_is_refused():

@@ -143,6 +143,7 @@ def test_a_prompt_that_leaves_nothing_to_do_is_refused(prompt):
         ({"prompts": []}, "prompts is empty"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"temperature": -1.0}, r"temperature is -1\.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
         ({"main_process_only": True}, "all processes have to take part"),
     ],
 )

@@ -71,3 +71,10 @@ def test_a_config_survives_a_way_through_a_dictionary():
         grad_clip_norm=1.0,
     )
     assert ConfigDict.from_dict(OptimizerConfig, config.to_dict()) == config
+
+
+@pytest.mark.parametrize("scheduler", [None, 1e-3])
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_scheduler_that_is_no_config_is_refused(scheduler):
+    with pytest.raises(ConfigError, match=rf"scheduler is {scheduler}: give a SchedulerConfig, such as"):
+        OptimizerConfig(name="adamw", scheduler=scheduler)

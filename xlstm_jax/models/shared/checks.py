@@ -60,6 +60,9 @@ def check_parallel(parallel: ParallelConfig) -> None:
 
 def check_tokens(tokens: jax.Array | np.ndarray, **same_shape: jax.Array | np.ndarray | None) -> None:
     """Raise unless tokens are `[batch, length]`, at least one, and each further array that is given has their shape."""
+    for name, x in {"tokens": tokens, "targets": same_shape.get("targets")}.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} has dtype {x.dtype}, but must hold integers: convert it to int32.")
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens has shape {tokens.shape}, but must be [batch, length] with at least one token.")
     for name, x in same_shape.items():

@@ -144,6 +144,11 @@ class TrainerModule(Validation):
         """Arrange the devices, and name the axes."""
         self.mesh: Any = initialize_mesh(model_config.parallel) if mesh is None else mesh
         names = tuple(str(name) for name in self.mesh.axis_names)
+        if len(names) < 4:
+            raise ConfigError(
+                f"The mesh has the axes {', '.join(names)}, but a trainer needs four: data, FSDP, pipeline and model, "
+                "in this order. An axis may have one device."
+            )
         self.data_axis_name, self.fsdp_axis_name, self.pipeline_axis_name, self.model_axis_name = names[:4]
         self.axis_names = names
         self.batch_partition_specs = P(names)

@@ -49,8 +49,8 @@ class TextSamplesConfig(CallbackConfig):
             raise ConfigError("prompts is empty: give at least one text to continue.")
         if self.num_samples < 1:
             raise ConfigError(f"num_samples is {self.num_samples}: it has to be 1 or more.")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature is {self.temperature}, but must not be negative.")
+        if not self.temperature >= 0:  # NaN too
+            raise ConfigError(f"temperature is {self.temperature}, but must be a number of at least 0.")
 
     def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "TextSamples":
         """Build the callback."""

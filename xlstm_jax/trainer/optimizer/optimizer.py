@@ -82,6 +82,10 @@ class OptimizerConfig(ConfigDict):
 
     def __post_init__(self):
         check_name(self.name, kind="optimizer", known=OPTIMIZERS)
+        if not isinstance(self.scheduler, ConfigDict):
+            raise ConfigError(
+                f"scheduler is {self.scheduler!r}: give a SchedulerConfig, such as SchedulerConfig(lr=1e-3)."
+            )
         check_decay_rates(beta1=self.beta1, beta2=self.beta2, beta3=self.beta3)
         check_not_negative(alpha=self.alpha, eps=self.eps, weight_decay=self.weight_decay)
         check_positive(grad_clip_norm=self.grad_clip_norm, grad_clip_value=self.grad_clip_value)
