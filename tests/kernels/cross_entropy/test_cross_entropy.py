@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +46,7 @@ def exact(x, kernel, targets, dlosses, cap):
 
 def put_together(sums, gradients, x, kernel, targets, dlosses):
     """Compute the same from the two halves."""
-    (largest, totals, target_logits), kept = sums(x, kernel, targets)
+    (largest, totals, target_logits, *_), kept = sums(x, kernel, targets)
     log_totals = jnp.log(totals) + largest
     results = log_totals - target_logits, largest, *gradients(x, kernel, targets, log_totals, dlosses, kept)
     return dict(zip(NAMES, results, strict=True))
@@ -193,6 +195,25 @@ def test_the_vocabulary_is_cut_until_a_gpu_is_full(num_tokens, splits):
     clusters = num_tokens // MULTIPLE_OF_TOKENS * splits
     assert num_splits(num_tokens) == splits
     assert splits == MAX_SPLITS or clusters / (NUM_CLUSTERS * -(-clusters // NUM_CLUSTERS)) >= ENOUGH
+
+
+def test_the_kernels_get_no_target_in_the_padding_of_the_vocabulary(monkeypatch):
+    seen = []
+
+    def vocabulary_sums(x, kernel, targets, **options):
+        seen.append(np.asarray(targets).tolist())
+        logits = np.float32([3.0, 1.0, 3.0, 3.0, 3.0])
+        return (jnp.full(5, 3.0), jnp.ones(5), jnp.where(targets >= 0, logits, 0.0)), None
+
+    name = "xlstm_jax.kernels.cross_entropy.mosaic"
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(vocabulary_sums=vocabulary_sums))
+    monkeypatch.setattr("xlstm_jax.kernels.cross_entropy.mosaic", sys.modules[name], raising=False)
+    monkeypatch.setattr(api, "fused_problem", lambda *_: None)
+    targets = jnp.array([0, 1, 64, -100, 63])
+    options = {"dtype": jnp.bfloat16, "cap": None, "tokens_per_chunk": 5}
+    sums, _ = api.vocabulary_sums(jnp.ones((5, 8)), jnp.ones((8, 64)), targets, **options)
+    assert seen == [[0, 1, -1, -1, 63]]
+    assert sums.best.tolist() == [0, 64, 64, 64, 63]
 
 
 def test_the_loss_says_once_how_it_is_computed(caplog, monkeypatch):

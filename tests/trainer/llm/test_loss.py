@@ -1,5 +1,6 @@
 """What the loss of a language model takes and reports."""
 
+import dataclasses
 import functools
 import math
 
@@ -103,6 +104,25 @@ def test_a_model_without_a_state_is_named_where_one_is_needed():
         trainer.create_recurrent_evaluation_step_function(4)
     with pytest.raises(ValueError, match="HeadOverTP has no method init_state"):
         trainer.get_generate_fn(max_length=4)(trainer.state, jax.random.key(0), jnp.array([[1]]))
+
+
+@pytest.mark.parametrize("logits_only", [False, True])
+def test_a_padded_target_may_be_any_number_and_one_that_counts_must_be_in_the_vocabulary(logits_only, key):
+    inputs, targets = jax.random.randint(key, (2, 3, 8), 0, 16)
+    model = OnlyLogits() if logits_only else XLSTM(CONFIG)
+    params = model.init(key, inputs)["params"]
+    segmentation = jnp.ones_like(inputs).at[:, 6:].set(0)
+    padded = dataclasses.replace(LLMBatch.from_inputs(inputs, targets), targets_segmentation=segmentation)
+    losses = functools.partial(next_token_loss, axis_names=AXES, train=True)
+    gradients = jax.jit(jax.value_and_grad(lambda *args: losses(args[0], model.apply, args[1], key)[0]))
+    expected, actual = (
+        gradients(params, dataclasses.replace(padded, targets=targets.at[:, 6:].set(token))) for token in (0, -100)
+    )
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    for token in (-100, -1, 16):
+        loss, gradient = gradients(params, dataclasses.replace(padded, targets=targets.at[1, 2].set(token)))
+        assert np.isnan(loss)
+        assert all(np.isnan(x).any() for x in jax.tree.leaves(gradient))
 
 
 def test_a_batch_of_padding_has_no_loss(key):

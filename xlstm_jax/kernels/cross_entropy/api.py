@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from xlstm_jax.kernels.cross_entropy import plain
-from xlstm_jax.kernels.cross_entropy.plain import KeptLogits
+from xlstm_jax.kernels.cross_entropy.plain import KeptLogits, VocabularySums
 from xlstm_jax.kernels.cross_entropy.tiling import tiling_problem
 from xlstm_jax.kernels.hopper import hopper_problem
 from xlstm_jax.kernels.log import say_once
@@ -31,8 +31,11 @@ def vocabulary_sums(
     cap: float | None,
     tokens_per_chunk: int,
     keep_logits: bool = False,
-) -> tuple[tuple[Float[Array, " t"], Float[Array, " t"], Float[Array, " t"]], KeptLogits | None]:
-    """Compute each token's largest logit, the sum of the exponentials of its logits less that, and its target's logit.
+) -> tuple[VocabularySums, KeptLogits | None]:
+    """Compute what the losses of targets need of the logits, and which logit is the largest.
+
+    The kernels for Hopper GPUs do not search for the largest logit: there, `best` is the target if no logit is larger,
+    and otherwise the size of this part of the vocabulary.
 
     Args:
         x: The features of tokens.
@@ -44,13 +47,19 @@ def vocabulary_sums(
         keep_logits: Whether to keep all logits for `gradients`.
 
     Returns:
-        The three numbers of each token, with a logit of zero for a target elsewhere; and what is kept.
+        The sums of each token, and what is kept.
     """
     options = {"cap": cap, "keep_logits": keep_logits}
     if _is_fused(x.shape[0], kernel, dtype):
         from xlstm_jax.kernels.cross_entropy import mosaic
 
-        return mosaic.vocabulary_sums(x.astype(dtype), kernel.astype(dtype), targets, **options)
+        size = kernel.shape[1]
+        # The kernels pad the vocabulary: a target in the padding would have the logit of the padding.
+        own_targets = jnp.where((targets >= 0) & (targets < size), targets, -1)
+        sums, kept = mosaic.vocabulary_sums(x.astype(dtype), kernel.astype(dtype), own_targets, **options)
+        largest, _, target_logits = sums
+        is_best = (own_targets >= 0) & (target_logits >= largest)
+        return VocabularySums(*sums, best=jnp.where(is_best, own_targets, size)), kept
     return plain.vocabulary_sums(x, kernel, targets, dtype=dtype, tokens_per_chunk=tokens_per_chunk, **options)
 
 

@@ -16,6 +16,19 @@ FARTHEST = -6e4
 """Of what is kept in float16: below it, an exponential is zero by far."""
 
 
+class VocabularySums(NamedTuple):
+    """What the loss of each token needs of its logits; logits and indices are those of one part of the vocabulary."""
+
+    largest: jax.Array
+    """The largest logit."""
+    totals: jax.Array
+    """The sum of the exponentials of all logits less the largest one."""
+    target_logits: jax.Array
+    """The logit of the target; 0 if the target is not in this part."""
+    best: jax.Array
+    """The index of the largest logit, the first one if several are equal."""
+
+
 class KeptLogits(NamedTuple):
     """Logits as a forward pass keeps them.
 
@@ -45,7 +58,7 @@ def vocabulary_sums(
     cap: float | None,
     tokens_per_chunk: int,
     keep_logits: bool,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], KeptLogits | None]:
+) -> tuple[VocabularySums, KeptLogits | None]:
     """Compute what `api.vocabulary_sums` does, for a chunk of tokens at a time."""
     size = kernel.shape[-1]
 
@@ -53,18 +66,20 @@ def vocabulary_sums(
         features, targets = chunk
         logits = compute_logits(features, kernel, dtype=dtype, cap=cap)
         largest = jnp.max(logits, axis=-1)
+        columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        best = jnp.min(jnp.where(logits >= largest[:, None], columns, size), axis=-1)
         target_logits = jnp.take_along_axis(logits, jnp.clip(targets, 0, size - 1)[:, None], axis=-1)[:, 0]
         target_logits = jnp.where((targets >= 0) & (targets < size), target_logits, 0.0)
         distances = logits - largest[:, None]
         kept = jnp.maximum(distances, FARTHEST).astype(kept_dtype(dtype)) if keep_logits else None
-        return (largest, jnp.sum(jnp.exp(distances), axis=-1), target_logits), kept
+        return VocabularySums(largest, jnp.sum(jnp.exp(distances), axis=-1), target_logits, best), kept
 
     results, kept = lax.map(of_chunk, cut_into_chunks((x, targets), tokens_per_chunk))
-    largest, totals, target_logits = (y.reshape(-1)[: targets.size] for y in results)
+    sums = VocabularySums(*(y.reshape(-1)[: targets.size] for y in results))
     if kept is not None:
-        references = jnp.broadcast_to(largest[:, None], (targets.size, -(-size // COLUMNS)))
+        references = jnp.broadcast_to(sums.largest[:, None], (targets.size, -(-size // COLUMNS)))
         kept = KeptLogits(kept.reshape(-1, size)[: targets.size], references)
-    return (largest, totals, target_logits), kept
+    return sums, kept
 
 
 def kept_dtype(dtype: DTypeLike) -> jnp.dtype:

@@ -16,6 +16,7 @@ from xlstm_jax.distributed.dense import SplitKernel
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.kernels.cross_entropy import api as cross_entropy
 from xlstm_jax.kernels.cross_entropy.plain import compute_logits
+from xlstm_jax.kernels.cross_entropy.target_range import is_in_vocabulary, nan_where_invalid
 from xlstm_jax.kernels.keep import SMALL, keep
 from xlstm_jax.models.shared.utils import soft_cap_logits
 
@@ -58,7 +59,8 @@ class LMHead(nn.Module):
 
         Returns:
             The logits of the whole vocabulary; or for each position the cross-entropy of its target, and whether it has
-            the largest logit.
+            the largest logit, the first one if several are equal. The loss of a target outside the vocabulary is NaN,
+            with gradients of 0 if the loss is masked.
         """
         x = self.norm_fn(name="out_norm")(x).astype(self.dtype)
         if embedding is None:
@@ -71,9 +73,11 @@ class LMHead(nn.Module):
             return gather_whole(logits, (None,) * (x.ndim - 1) + (self.axis_name,))
         options = _Options(jnp.dtype(self.dtype), self.logits_soft_cap, self.tokens_per_chunk)
         x = x.reshape(-1, x.shape[-1])
-        results: Any = _losses(x, kernel, targets.reshape(-1), self.axis_name, options, self.keep_logits)
+        results: Any = _losses(
+            x, kernel, targets.reshape(-1).astype(jnp.int32), self.axis_name, options, self.keep_logits
+        )
         losses, hits = (y.reshape(targets.shape) for y in results)
-        return losses, hits
+        return nan_where_invalid(losses, is_in_vocabulary(targets, self.vocab_size)), hits
 
 
 class _Options(NamedTuple):
@@ -95,15 +99,18 @@ def _losses(
 
 
 def _losses_forward(x, kernel, targets, axis_name, options, keep_logits):
-    own_targets = targets - axis_index(axis_name) * kernel.shape[-1]
-    (largest, totals, target_logits), kept = cross_entropy.vocabulary_sums(
+    first = axis_index(axis_name) * kernel.shape[-1]
+    own_targets = targets - first
+    (largest, totals, target_logits, best), kept = cross_entropy.vocabulary_sums(
         x, kernel, own_targets, **options._asdict(), keep_logits=keep_logits
     )
+    best = best + first
     if axis_size(axis_name) > 1:
         own_largest, largest = largest, lax.pmax(largest, axis_name)
         totals, target_logits = lax.psum((totals * jnp.exp(own_largest - largest), target_logits), axis_name)
+        best = lax.pmin(jnp.where(own_largest == largest, best, jnp.iinfo(jnp.int32).max), axis_name)
     log_totals = keep(jnp.log(totals) + largest, SMALL)
-    return (log_totals - target_logits, target_logits >= largest), (x, kernel, own_targets, log_totals, kept)
+    return (log_totals - target_logits, best == targets), (x, kernel, own_targets, log_totals, kept)
 
 
 def _losses_backward(axis_name, options, keep_logits, residuals, cotangents):

@@ -18,6 +18,7 @@ from xlstm_jax.distributed.array_utils import (
     gather_whole,
     split_array_over_mesh,
 )
+from xlstm_jax.kernels.cross_entropy.target_range import is_in_vocabulary, nan_where_invalid
 from xlstm_jax.trainer.base.steps import INTERMEDIATES, Whole, current_whole
 from xlstm_jax.trainer.user_functions import model_takes
 
@@ -121,7 +122,7 @@ def _perplexity(loss: float) -> float:
 
 
 def losses_and_hits(logits: jax.Array, targets: jax.Array, model_axis: str) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of each target, and whether it has the largest logit.
+    """Return the loss of each target, NaN if it is outside the vocabulary, and whether it has the largest logit.
 
     Args:
         logits: The logits `[batch, length, vocab]`, whole or this device's part of the sequence, as of `TPLMHead`.
@@ -141,7 +142,10 @@ def losses_and_hits(logits: jax.Array, targets: jax.Array, model_axis: str) -> t
             "devices), and the whole vocabulary."
         )
     own = split_array_over_mesh(targets, model_axis, 1) if is_part else targets
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), own)
+    own = own.astype(jnp.int32)
+    is_valid = is_in_vocabulary(own, logits.shape[-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), jnp.where(is_valid, own, 0))
+    losses = nan_where_invalid(losses, is_valid)
     hits = jnp.argmax(logits, axis=-1) == own
     return (
         (gather_whole(losses, (None, model_axis)), gather_whole(hits, (None, model_axis)))
