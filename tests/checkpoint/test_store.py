@@ -282,8 +282,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_others(store, damaged):
 
 def test_a_layout_of_the_future_is_refused(store):
     save_small(store, 1)
-    file = store.path(1) / "metadata" / "metadata"
-    file.write_text(json.dumps({"version": 2}))
+    store.save_document(1, "metadata", {"version": 2})
     with pytest.raises(ValueError, match=r"version 2.*update"):
         store.read_metadata(1)
 

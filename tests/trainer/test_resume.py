@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,12 @@ def numbers(folder):
         return dict(state), losses(folder), losses(folder, "loss", mode="val")
 
 
+def whole_checkpoints(folder):
+    """Return the folders of all checkpoints but those that were being written, from the oldest to the newest."""
+    folders = [path for path in (folder / "checkpoints").iterdir() if path.name.rpartition("_")[2].isdecimal()]
+    return sorted(folders, key=lambda path: int(path.name.rpartition("_")[2]))
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
@@ -64,6 +71,36 @@ def test_a_run_that_was_ended_gives_the_same_numbers_bit_for_bit(ending, uninter
         np.testing.assert_array_equal(state[name], expected, err_msg=name)
     if how in ("SIGTERM", "SIGINT", "SIGUSR2"):
         assert json.loads((tmp_path / "started_at.json").read_text()) == at
+
+
+def test_a_run_whose_newest_checkpoint_is_corrupt_gives_the_same_numbers_from_the_one_before(uninterrupted, tmp_path):
+    assert run(tmp_path, "--end", "kill", "--at", "8").returncode == -signal.SIGKILL
+    checkpoints = whole_checkpoints(tmp_path)
+    before, newest = (int(path.name.rpartition("_")[2]) for path in checkpoints[-2:])
+    largest = max(checkpoints[-1].rglob("params/**/d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    again = run(tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "started_at.json").read_text()) == before
+    assert (tmp_path / "checkpoints" / f"corrupt-checkpoint_{newest}").is_dir()
+    state, all_losses, val_losses = numbers(tmp_path)
+    expected_state, expected_losses, expected_val_losses = uninterrupted
+    assert (all_losses, val_losses) == (expected_losses, expected_val_losses)
+    for name, expected in expected_state.items():
+        np.testing.assert_array_equal(state[name], expected, err_msg=name)
+
+
+def test_a_run_whose_checkpoints_are_all_corrupt_does_not_start_anew(tmp_path):
+    assert run(tmp_path, "--end", "kill", "--at", "8").returncode == -signal.SIGKILL
+    for checkpoint in whole_checkpoints(tmp_path):
+        shutil.rmtree(checkpoint / "step")
+    for _ in range(2):
+        again = run(tmp_path)
+        assert again.returncode == 1
+        assert "CorruptCheckpointError" in again.stderr.splitlines()[-1]
+    assert {path.name.partition("-")[0] for path in (tmp_path / "checkpoints").iterdir()} == {"corrupt"}
 
 
 def test_rows_that_are_means_over_steps_are_the_same(tmp_path):

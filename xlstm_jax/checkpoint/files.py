@@ -8,8 +8,12 @@ from etils import epath
 FOLDER = "checkpoints"
 COMMIT_FILE = "commit_success.txt"
 """Without this file, Orbax takes a checkpoint on remote storage for half written."""
+TEMPORARY_INFIX = ".orbax-checkpoint-tmp"
+"""In the name of a local folder that Orbax is writing; on remote storage it writes into the final one."""
 DELETED_PREFIX = "deleted-"
 """Orbax does not list folders of such names, and does not clean them up either, which it does beside other work."""
+CORRUPT_PREFIX = "corrupt-"
+"""Corrupt checkpoints are renamed, so that they are neither listed nor deleted."""
 
 
 def absolute(folder: str | os.PathLike) -> epath.Path:
@@ -43,7 +47,10 @@ def write_atomically(file: epath.Path, text: str) -> None:
         file.write_text(text)
         return
     temporary = file.with_name(f"{file.name}.tmp")
-    temporary.write_text(text)
+    with temporary.open("w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
     temporary.replace(file)
 
 
@@ -56,7 +63,20 @@ def delete_checkpoint(path: epath.Path) -> None:
         path.rename(path.with_name(DELETED_PREFIX + path.name)).rmtree()
 
 
+def quarantine(path: epath.Path) -> epath.Path:
+    """Rename a corrupt checkpoint, and return its new path."""
+    names = [f"{CORRUPT_PREFIX}{path.name}", *(f"{CORRUPT_PREFIX}{path.name}.{number}" for number in range(1, 1000))]
+    free = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    return path.rename(free)
+
+
+def quarantined(folder: epath.Path) -> list[epath.Path]:
+    """Return the corrupt checkpoints of a folder that were renamed."""
+    return sorted(folder.glob(f"{CORRUPT_PREFIX}*")) if folder.exists() else []
+
+
 def clean_up(folder: epath.Path) -> None:
-    """Finish what a process that was killed had begun to delete."""
-    for path in folder.glob(f"{DELETED_PREFIX}*"):
-        path.rmtree()
+    """Delete what a process that was killed was writing or deleting."""
+    for pattern in (f"{DELETED_PREFIX}*", f"*{TEMPORARY_INFIX}*"):
+        for path in folder.glob(pattern):
+            path.rmtree()

@@ -5,20 +5,32 @@ import contextlib
 import datetime
 import json
 import logging
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
 from xlstm_jax.checkpoint import layout
-from xlstm_jax.checkpoint.files import absolute, clean_up, delete_checkpoint, write_atomically
+from xlstm_jax.checkpoint.checksums import Checksums, CorruptCheckpointError, replace_file, seal, seal_root
+from xlstm_jax.checkpoint.files import (
+    TEMPORARY_INFIX,
+    absolute,
+    clean_up,
+    delete_checkpoint,
+    is_remote,
+    quarantine,
+    quarantined,
+)
 from xlstm_jax.checkpoint.items import check_fit, restore_args, save_args, stored_shapes
 from xlstm_jax.checkpoint.metadata import VERSION
 from xlstm_jax.checkpoint.orbax import ocp
 from xlstm_jax.checkpoint.retention import Retention
+from xlstm_jax.checkpoint.validity import find_problem
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.utils.pytree_utils import delete_arrays_in_pytree
 
@@ -42,8 +54,9 @@ class CheckpointStore:
     Args:
         folder: The folder, local or on Google Cloud Storage (`gs://bucket/folder`).
         retention: Which checkpoints to keep.
-        use_async: Whether `save` returns once the arrays are copied, and writes them while training goes on.
-        read_only: Whether to leave the folder as it is, as somebody else may be writing to it.
+        use_async: Whether `save` returns once the arrays are copied, and writes them while training continues.
+        read_only: Whether to leave the folder as it is, as another process may be writing to it.
+        checksums: Whether to store checksums of all files with each checkpoint, and to verify what is read.
     """
 
     def __init__(
@@ -53,21 +66,29 @@ class CheckpointStore:
         retention: Retention | None = None,
         use_async: bool = True,
         read_only: bool = False,
+        checksums: bool = True,
     ):
         self.folder = absolute(folder)
         self.retention = retention or Retention()
         self.use_async = use_async
         self.read_only = read_only
+        self.checksums = checksums
         self._opened: ocp.CheckpointManager | None = None
         self._metrics: dict[int, dict[str, Any]] = {}  # of all checkpoints, from the oldest to the newest
         self._own: set[int] = set()  # the steps of the run that this store belongs to
         self._last_number = 0
         self._unfinished: int | None = None
+        self._saving: int | None = None
+        self._selected: tuple[int, Collection[str] | None] | None = None  # a step and the items that were verified
 
     def steps(self) -> list[int]:
         """Return the steps of all whole checkpoints."""
         self.wait()
         return sorted(self._metrics)
+
+    def has_any(self) -> bool:
+        """Tell whether there are checkpoints, even if all of them are corrupt."""
+        return bool(self.steps() or quarantined(self.folder))
 
     def latest(self) -> int | None:
         """Return the step of the checkpoint that was written last; `None` if there is none."""
@@ -97,6 +118,11 @@ class CheckpointStore:
             CheckpointNotFoundError: If there is no such checkpoint.
         """
         if not self.steps():
+            if corrupt := quarantined(self.folder):
+                raise CorruptCheckpointError(
+                    f"All checkpoints in {self.folder} are corrupt ({', '.join(path.name for path in corrupt)}): put a "
+                    "copy in their place, or delete them to start from step 0."
+                )
             raise CheckpointNotFoundError(f"There is no checkpoint in {self.folder}.")
         found = self.best() if best else step if step >= 0 else self.latest()
         if found is None:
@@ -109,6 +135,42 @@ class CheckpointStore:
                 f"There is no checkpoint of step {found} in {self.folder}, only of the steps {self.steps()}."
             )
         return found
+
+    def select(self, step: int = -1, *, best: bool = False, items: Collection[str] | None = None) -> int:
+        """Return the step of a checkpoint that is valid: the requested one, or else the newest.
+
+        Newer checkpoints that are corrupt are reported and renamed, unless the store is read-only.
+
+        Args:
+            step: The requested step; below 0, the newest valid one.
+            best: Whether the best checkpoint is requested instead.
+            items: What is going to be read; everything that was saved by default.
+
+        Raises:
+            CheckpointNotFoundError: If there is no such checkpoint.
+            CorruptCheckpointError: If the requested checkpoint is corrupt, or all are.
+        """
+        found = self.resolve(step, best=best)
+        while problem := self._agreed(self.problem(found, items)):
+            path, others = self.path(found), [other for other in self._metrics if other != found]
+            if step >= 0 or best:
+                raise CorruptCheckpointError(f"{path} is corrupt: {problem}. Load another step of {others}.")
+            outcome = self._set_aside(found)
+            if not others:
+                raise CorruptCheckpointError(f"{path} is corrupt: {problem}. {outcome}; there is no other checkpoint.")
+            LOGGER.warning("%s is corrupt: %s. %s; step %d is used instead.", path, problem, outcome, others[-1])
+            found = others[-1]
+        self._selected = found, items
+        return found
+
+    def problem(self, step: int, items: Collection[str] | None = None) -> str | None:
+        """Read the files of a checkpoint and describe what is wrong first; `None` if it is valid.
+
+        Args:
+            step: The step.
+            items: The items to verify; everything that was saved by default.
+        """
+        return find_problem(self._existing(step), items, verify=self.checksums)
 
     def path(self, step: int) -> epath.Path:
         """Return the folder of a checkpoint."""
@@ -142,6 +204,7 @@ class CheckpointStore:
         self._last_number += 1
         metadata = {
             "version": VERSION,
+            "checksums": self.checksums,
             "number": self._last_number,
             "saved_at": datetime.datetime.now(datetime.UTC).isoformat(),
             "random_keys": _random_keys(layout.describe(dict(arrays))),
@@ -154,17 +217,18 @@ class CheckpointStore:
         written |= {
             name: save_args(layout.to_canonical(tree, stacks)) for name, tree in arrays.items() if jax.tree.leaves(tree)
         }
-        self._manager().save(step, args=ocp.args.Composite(**written), force=True)
+        manager, self._saving = self._manager(), step
+        manager.save(step, args=ocp.args.Composite(**written), force=True)
         self._unfinished = step
         if not self.use_async:
             self.wait()
 
     def save_document(self, step: int, name: str, content: Mapping[str, Any]) -> None:
         """Add a document to a checkpoint, or replace it there."""
-        file = _file(self._existing(step), name)
+        checkpoint = self._existing(step)
         if jax.process_index() == 0:
-            write_atomically(file, json.dumps(content))
-        _wait_for_all_processes(f"{file} is written")
+            replace_file(checkpoint, name, _file(checkpoint, name).name, json.dumps(content))
+        _wait_for_all_processes(f"{name} of {checkpoint} is written")
 
     def save_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a checkpoint, and drop checkpoints by what they say."""
@@ -184,9 +248,8 @@ class CheckpointStore:
 
     def read_document(self, step: int, name: str) -> dict[str, Any]:
         """Read a document; empty if the checkpoint has none of this name."""
-        file = _file(self._existing(step), name)
         with self._reading(step):
-            return json.loads(file.read_text()) if file.exists() else {}
+            return self._read_document(self._existing(step), name)
 
     def restore(self, step: int, like: Mapping[str, PyTree], *, free: Collection[str] = ()) -> dict[str, PyTree]:
         """Read arrays.
@@ -205,6 +268,8 @@ class CheckpointStore:
         targets = {name: layout.describe(tree) for name, tree in like.items() if jax.tree.leaves(tree)}
         stacks = layout.find_stacks(targets["params"])
         wanted = {name: layout.canonical_targets(tree, stacks) for name, tree in targets.items()}
+        with self._reading(step):
+            self._verify(step, {*wanted, "metadata"})
         _check_random_keys(path, self.read_metadata(step).get("random_keys", {}), _random_keys(targets))
         for name, tree in wanted.items():
             if name not in self.contents(step):
@@ -236,6 +301,8 @@ class CheckpointStore:
             raise RuntimeError(
                 f"{self.path(step)} could not be written ({error}); the last whole one is of step {last}."
             ) from error
+        if self.checksums and jax.process_index() == 0:
+            seal_root(self.path(step))
         self._metrics[step] = {}
         self._drop_old()
 
@@ -254,8 +321,9 @@ class CheckpointStore:
             options = ocp.CheckpointManagerOptions(
                 step_prefix=PREFIX,
                 create=not self.read_only,
-                cleanup_tmp_directories=not self.read_only,
-                enable_async_checkpointing=self.use_async,
+                # Orbax would clean up in a thread that a process which ends at once does not wait for.
+                cleanup_tmp_directories=not self.read_only and is_remote(self.folder),
+                async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
                 save_root_metadata=False,
             )
             try:
@@ -270,21 +338,70 @@ class CheckpointStore:
             self._load(self._opened.all_steps())
         return self._opened
 
+    def _seal(self) -> None:
+        """Store the checksums of the checkpoint that is being written, before Orbax commits it."""
+        if self.checksums and self._saving is not None and jax.process_index() == 0:
+            temporary = self.folder.glob(f"{PREFIX}_{self._saving}{TEMPORARY_INFIX}*")
+            seal(next(iter(temporary), self.path(self._saving)))
+
     def _load(self, steps: Sequence[int]) -> None:
-        """Learn in which order checkpoints were written, and their metrics."""
+        """Read in which order checkpoints were written, and their metrics."""
         with concurrent.futures.ThreadPoolExecutor() as threads:
-            numbers = list(threads.map(lambda step: self._peek(step, "metadata").get("number", 0), steps))
-            metrics = list(threads.map(lambda step: self._peek(step, "metrics"), steps))
+            metadata = list(threads.map(lambda step: self._peek(step, "metadata"), steps))
+            metrics = list(threads.map(lambda step: self._peek(step, "metrics") or {}, steps))
+        # Without metadata a checkpoint is corrupt: as the newest one it is found to be so when one is selected.
+        numbers = [found.get("number", 0) if found else math.inf for found in metadata]
         in_order = sorted(zip(numbers, steps, metrics, strict=True), key=lambda found: found[:2])
         self._metrics = {step: found for _, step, found in in_order}
-        self._last_number = max(numbers, default=0)
+        self._last_number = max((int(number) for number in numbers if number < math.inf), default=0)
 
-    def _peek(self, step: int, document: str) -> dict[str, Any]:
-        """Read a document; one that is missing or damaged is no reason to fail before it is asked for."""
+    def _peek(self, step: int, document: str) -> dict[str, Any] | None:
+        """Read a document; `None` if it is missing or corrupt, which is an error only where it is needed."""
         try:
-            return json.loads(_file(self.path(step), document).read_text())
+            return self._read_document(self.path(step), document) or None
+        except CorruptCheckpointError as error:
+            if document == "metrics":
+                LOGGER.warning("%s cannot be the best checkpoint, as %s.", self.path(step), error)
         except (OSError, ValueError):
-            return {}
+            pass
+        return None
+
+    def _read_document(self, checkpoint: epath.Path, name: str) -> dict[str, Any]:
+        file = _file(checkpoint, name)
+        content = file.read_bytes() if file.exists() else None
+        checksums = Checksums.read(checkpoint) if self.checksums else None
+        if checksums is not None:
+            checksums.check(name, file.name, content)
+        return {} if content is None else json.loads(content)
+
+    def _verify(self, step: int, items: Collection[str]) -> None:
+        """Raise an error if what is going to be read is corrupt, unless that was verified when it was selected."""
+        selected, verified = self._selected or (None, ())
+        if selected == step and (verified is None or set(items) <= set(verified)):
+            return
+        if problem := self.problem(step, items):
+            raise CorruptCheckpointError(problem)
+
+    @staticmethod
+    def _agreed(problem: str | None) -> str | None:
+        """Return a problem that was found in any of the processes, so that all of them skip the same checkpoints."""
+        if jax.process_count() == 1:
+            return problem
+        is_corrupt = multihost_utils.process_allgather(np.bool_(problem is not None)).any()
+        return problem or ("another process cannot read it" if is_corrupt else None)
+
+    def _set_aside(self, step: int) -> str:
+        """Do not list a corrupt checkpoint any more, and return what became of it."""
+        del self._metrics[step]
+        self._own.discard(step)
+        if self.read_only:
+            return "It is skipped"
+        outcome = "It is renamed"
+        if jax.process_index() == 0:
+            outcome += f" to {quarantine(self.path(step)).name}"
+        _wait_for_all_processes(f"{self.path(step)} is renamed")
+        self._manager().reload()
+        return outcome
 
     def _existing(self, step: int) -> epath.Path:
         return self.path(self.resolve(step))

@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, find_run
+from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, checkpoint_step, find_run
 from xlstm_jax.cli.screen import complain, show
 from xlstm_jax.configs import ConfigError
+
+BEST = "best"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens with this probability together")
     parser.add_argument("--seed", type=int, default=0, help="another seed writes another text")
     parser.add_argument("--tokenizer", metavar="PATH", help="the tokenizer; by default, that of the run")
+    parser.add_argument(
+        "--step", type=_step_or_best, default=-1, metavar="N|best", help="the checkpoint; by default, the newest"
+    )
     add_outputs(parser)
+
+
+def _step_or_best(text: str) -> int | str:
+    return text if text == BEST else checkpoint_step(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,11 +50,15 @@ def run(args: argparse.Namespace) -> int:
             top_k=args.top_k,
             top_p=args.top_p,
             seed=args.seed,
+            step=args.step,
         )
     except ConfigError as error:
         complain(str(error))
         return 2
-    except (ImportError, OSError, ValueError) as error:
+    except ValueError as error:
+        complain(str(error))
+        return 1
+    except (ImportError, OSError) as error:
         complain(f"{type(error).__name__}: {error}")
         return 1
     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
@@ -78,8 +91,9 @@ def continue_texts(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    step: int | str = -1,
 ) -> list[str]:
-    """Return how the latest checkpoint of a run continues some texts, each by itself, on one device.
+    """Return how a checkpoint of a run continues some texts, each by itself, on one device.
 
     Args:
         folder: The folder of the run.
@@ -90,6 +104,7 @@ def continue_texts(
         top_k: Draw from this many tokens only.
         top_p: Draw from the likeliest tokens with this probability together.
         seed: Where all chance comes from.
+        step: The step of the checkpoint, or "best"; below 0, the newest that is valid.
 
     Returns:
         What comes after each prompt.
@@ -110,7 +125,9 @@ def continue_texts(
         raise ValueError("A prompt is empty, and the tokenizer has no token to begin with: give a text.")
     rows = [row or [end] for row in rows]
     one_device = initialize_mesh(ParallelConfig(data_axis_size=1), np.array(jax.local_devices()[:1]))
-    trainer: Any = _trainer_without_initialization().load_from_checkpoint(folder, batch_size=1, mesh=one_device)
+    trainer: Any = _trainer_without_initialization().load_from_checkpoint(
+        folder, batch_size=1, mesh=one_device, step_idx=-1 if step == BEST else step, load_best=step == BEST
+    )
     sample = functools.partial(filtered_sampling, temperature=temperature, top_k=top_k, top_p=top_p)
     texts = []
     for row in rows:

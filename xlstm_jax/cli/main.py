@@ -17,7 +17,8 @@ from xlstm_jax.cli.interrupts import exit_on_ctrl_c
 
 COMMANDS = {
     "train": "train a model: group=choice and key=value compose the run",
-    "resume": "go on with a run that was stopped",
+    "resume": "resume a run that was stopped, or train it for longer",
+    "checkpoints": "list the checkpoints of a run, and verify them",
     "generate": "let a trained model continue texts",
     "report": "draw the curves of one run, or of several, on a page",
     "prepare": "tokenise texts once, into shards that training reads",
@@ -26,7 +27,7 @@ COMMANDS = {
     "doctor": "check this machine: versions, devices, kernels, disk",
 }
 """Every command and what it does, in the order that `--help` shows."""
-USES_DEVICES = {"train", "resume", "generate", "plan", "bench", "doctor"}
+USES_DEVICES = {"train", "resume", "checkpoints", "generate", "plan", "bench", "doctor"}
 """The commands that may start JAX."""
 
 EXIT_CODES = (

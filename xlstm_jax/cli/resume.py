@@ -1,8 +1,8 @@
-"""Go on with a run that was stopped, killed or is to be longer."""
+"""Resume a run that was stopped or killed, or train it for longer."""
 
 import argparse
 
-from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, find_run
+from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, checkpoint_step, find_run
 from xlstm_jax.cli.screen import complain
 from xlstm_jax.cli.train import WRONG_SETTING, begin_startup, train_in
 from xlstm_jax.configs import ConfigError
@@ -13,11 +13,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the arguments of the command."""
     parser.add_argument("run_folder", metavar="RUN", help=RUN_HELP)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as num_train_steps")
+    parser.add_argument(
+        "--step",
+        type=checkpoint_step,
+        default=-1,
+        metavar="N",
+        help="the checkpoint to resume from; by default, the newest",
+    )
     add_outputs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Go on, and return the exit code."""
+    """Resume, and return the exit code."""
     from xlstm_jax.recipes.run import read_settings
 
     begin_startup("resume")
@@ -27,4 +34,4 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         complain(str(error))
         return WRONG_SETTING
-    return train_in(folder.resolve(), settings)
+    return train_in(folder.resolve(), settings, step=args.step)

@@ -16,6 +16,13 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def checkpoint_step(text: str) -> int:
+    """Read a step from the command line, for argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no step: give a number, as `xlstm-jax checkpoints` lists them")
+    return int(text)
+
+
 def find_run(name: str, outputs: Path) -> Path:
     """Return the folder of a run that was named on the command line.
 

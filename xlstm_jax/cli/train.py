@@ -139,13 +139,14 @@ def _train_composed(config: Any) -> tuple[int, bool]:
     return code, hydra.hydra.launcher["_target_"].endswith(".BasicLauncher")
 
 
-def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | None = None) -> int:
-    """Train a run in a folder, from its latest checkpoint if it has one, and return the exit code.
+def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | None = None, step: int = -1) -> int:
+    """Train a run in a folder, from its newest valid checkpoint if it has one, and return the exit code.
 
     Args:
         folder: The folder of the run.
         settings: The settings, with references between them or without.
         notes: What Hydra has to say about this start, by the names of its files.
+        step: The step of another checkpoint to resume from.
     """
     from xlstm_jax.cli.header import describe_end
     from xlstm_jax.trainer.base.signals import TrainingInterrupted
@@ -159,7 +160,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     logging.getLogger("xlstm_jax").propagate = False
     try:
         with exit_on_ctrl_c(lambda: _describe_early_stop(folder)):
-            while (opened := _train_if_it_fits(settings, folder, notes)) is None:
+            while (opened := _train_if_it_fits(settings, folder, notes, step)) is None:
                 pass
     except ConfigError as error:
         complain(str(error))
@@ -179,13 +180,13 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     return EXIT_CODES.get(opened.trainer.status, 0)
 
 
-def _train_if_it_fits(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None) -> Any:
+def _train_if_it_fits(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None, step: int) -> Any:
     """Open a run and train it; return `None` if its step did not fit and another choice is left to try."""
     from xlstm_jax.cli.header import describe_start
     from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
     from xlstm_jax.utils.startup import STARTUP
 
-    opened = _open(settings, folder, notes)
+    opened = _open(settings, folder, notes, step)
     try:
         opened.compile()
         show(describe_start(opened))
@@ -211,13 +212,13 @@ class CannotOpenError(Exception):
     """The data, a folder or a package of a run is not as it has to be."""
 
 
-def _open(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None) -> Any:
+def _open(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None, step: int) -> Any:
     """Open a run; what is wrong with its data or its folder is said in a line, unless HYDRA_FULL_ERROR is set."""
     from xlstm_jax.recipes.run import open_run
     from xlstm_jax.trainer.callbacks.checkpointing import OtherSettingsError
 
     try:
-        return open_run(settings, folder, notes)
+        return open_run(settings, folder, notes, step)
     except ConfigError:
         raise
     except OtherSettingsError as error:

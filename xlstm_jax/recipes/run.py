@@ -105,14 +105,15 @@ class Run:
             )
 
 
-def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any] | None = None) -> Run:
-    """Prepare the data of a run, build its trainer, and go on from its latest checkpoint if it has one.
+def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any] | None = None, step: int = -1) -> Run:
+    """Prepare the data of a run, build its trainer, and resume from its newest valid checkpoint if it has one.
 
     Args:
         settings: The settings of the run, as they were composed. Its folder keeps them: those of a new run at once,
             other ones of an old run when all else has worked.
         folder: Where the run is kept.
         notes: What Hydra has to say about this start, by the names of its files.
+        step: The step of another checkpoint to resume from.
 
     Returns:
         The run.
@@ -148,7 +149,7 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
         STARTUP.end("model")
         train_loader, val_loader = _open_loaders(data, trainer.mesh)
         STARTUP.end("data")
-        _load_state(trainer, config, train_loader)
+        _load_state(trainer, config, train_loader, step)
         STARTUP.end("checkpoint")
         write_settings(settings, folder, notes)
         return Run(config, folder, trainer, train_loader, val_loader, measures, performance, lock.pop_all())
@@ -274,9 +275,9 @@ def _open_loaders(data: DataRecipe, mesh: Mesh) -> tuple[DataIterator, Any]:
     return train, next(iter(validation.values())) if len(validation) == 1 else validation or None
 
 
-def _load_state(trainer: LLMTrainer, config: RunConfig, train_loader: DataIterator) -> None:
-    trainer.load_model(raise_if_not_found=False)
+def _load_state(trainer: LLMTrainer, config: RunConfig, train_loader: DataIterator, step: int) -> None:
+    trainer.load_model(step, raise_if_not_found=step >= 0)
     if trainer.global_step:
-        trainer.load_data_loaders(train_loader=train_loader)
+        trainer.load_data_loaders(trainer.global_step, train_loader=train_loader)
     elif config.init_from is not None:
         trainer.load_pretrained_model(config.init_from, load_optimizer=config.init_optimizer)

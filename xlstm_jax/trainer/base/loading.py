@@ -22,7 +22,7 @@ from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.run_metrics import RunMonitor
 from xlstm_jax.trainer.callbacks.callback import Callback
 from xlstm_jax.trainer.callbacks.checkpointing import ModelCheckpoint, load_pretrained_model
-from xlstm_jax.trainer.callbacks.saved_run import named_loaders, restore_callbacks
+from xlstm_jax.trainer.callbacks.saved_run import MODEL_PARTS, named_loaders, restore_callbacks
 from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 from xlstm_jax.trainer.optimizer.schedule_free import started_from
@@ -55,11 +55,11 @@ class CheckpointLoading:
         """Load a checkpoint of this run.
 
         Args:
-            step_idx: Its step; -1 for the latest.
+            step_idx: Its step; -1 for the newest that is valid.
             raise_if_not_found: Whether it is an error if there is none.
         """
         checkpoints = self._checkpoints()
-        if checkpoints is None or (checkpoints.store.latest() is None and not raise_if_not_found):
+        if checkpoints is None or not (raise_if_not_found or checkpoints.store.has_any()):
             if raise_if_not_found:
                 raise ValueError(
                     "This trainer saves no checkpoints: add a ModelCheckpointConfig to its callbacks, or load those of "
@@ -178,24 +178,28 @@ class CheckpointLoading:
         exmp_input: Batch | None = None,
         batch_size: int = -1,
         mesh: Mesh | None = None,
+        *,
+        step_idx: int = -1,
+        load_best: bool = False,
     ) -> Any:
-        """Build a trainer as the metadata of a checkpoint say, with its latest state, to evaluate or generate with.
+        """Build a trainer from the metadata of a checkpoint, with its state, to evaluate or generate with.
 
-        It neither logs nor calls back: to go on training, build a trainer from configs and load the checkpoint.
+        It neither logs nor calls back: to resume training, build a trainer from configs and load the checkpoint.
 
         Args:
             checkpoint: The folder of the run, with `checkpoints` in it.
             exmp_input: An example of a batch; made by `example_batch` if `None`.
             batch_size: The rows of such an example; one for each device by default.
             mesh: The devices; arranged as those of the run were by default, of which there have to be as many.
+            step_idx: The step of the checkpoint; -1 for the newest that is valid.
+            load_best: Whether to take the best checkpoint instead.
 
         Returns:
             The trainer.
         """
         store = CheckpointStore(checkpoint_folder(checkpoint), read_only=True)
-        if (latest := store.latest()) is None:
-            raise ValueError(f"There is no checkpoint in {store.folder}.")
-        metadata = store.read_metadata(latest)
+        step = store.select(step_idx, best=load_best, items={*MODEL_PARTS, "metadata"})
+        metadata = store.read_metadata(step)
         # What only a training run needs: to roll back, say, takes the callback that saves.
         left_out = ("logger", "callbacks", "bad_steps")
         trainer_dict = {key: value for key, value in metadata["trainer"].items() if key not in left_out}
@@ -211,7 +215,7 @@ class CheckpointLoading:
             exmp_input,
             mesh=mesh,
         )
-        trainer.load_pretrained_model(checkpoint)
+        trainer.load_pretrained_model(checkpoint, step_idx=step)
         return trainer
 
     @classmethod

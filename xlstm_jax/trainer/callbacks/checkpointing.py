@@ -45,7 +45,9 @@ class ModelCheckpointConfig(CallbackConfig):
     save_optimizer_state: bool = True
     save_dataloader_state: bool = True
     enable_async_checkpointing: bool = True
-    """Go on with the training while a checkpoint is being written."""
+    """Continue training while a checkpoint is being written."""
+    checksums: bool = True
+    """Store checksums with checkpoints, and verify them when one is loaded."""
     log_path: Path | str | None = None
     """The folder in which the folder `checkpoints` lies; that of the logger if `None`. May be `gs://bucket/folder`."""
 
@@ -99,6 +101,7 @@ class ModelCheckpoint(Callback):
             checkpoint_folder(log_path),
             retention=Retention(config.max_to_keep, config.keep_every, config.monitor, config.mode),
             use_async=config.enable_async_checkpointing,
+            checksums=config.checksums,
         )
         self._current: set[int] = set()  # the steps of this run up to now that are saved
         self._loaded: int | None = None
@@ -203,7 +206,7 @@ class ModelCheckpoint(Callback):
         """Read the state of a run that goes on.
 
         Args:
-            step_idx: The step; below 0, the checkpoint that was written last.
+            step_idx: The step; below 0, the newest checkpoint that is valid.
             load_best: Take the best checkpoint instead.
             delete_params_before_loading: Delete the state of the trainer before reading, so that there is room for it.
 
@@ -212,9 +215,10 @@ class ModelCheckpoint(Callback):
             Also `run`, what `run_state` of the trainer returned, and `callbacks`, for `saved_run.restore_callbacks`.
 
         Raises:
-            OtherSettingsError: If the run cannot go on under the configs of the trainer.
+            OtherSettingsError: If the run cannot resume under the configs of the trainer.
+            CorruptCheckpointError: If the requested checkpoint is corrupt, or all are.
         """
-        step = self.resolve_step_idx(step_idx, load_best)
+        step = self.store.select(step_idx, best=load_best)
         differences = saved_run.log_differences(self.store, step, self.trainer)
         if forbidding := [str(difference) for difference in differences if difference.forbids_resuming]:
             raise OtherSettingsError(
@@ -290,7 +294,7 @@ def load_pretrained_model(
     Args:
         checkpoint_path: The folder of that run, in which `checkpoints` lies, or that folder itself.
         trainer: The trainer, whose state says how the arrays have to be laid out.
-        step_idx: The step; below 0, the checkpoint that was written last.
+        step_idx: The step; below 0, the newest checkpoint that is valid.
         load_optimizer: Whether to go on with the optimizer, the step and the random key too, as if it were one run.
         load_best: Take the best checkpoint instead, by the metric that the run monitored.
         delete_params_before_loading: Delete the state of the trainer before reading, so that there is room for it.
@@ -300,7 +304,8 @@ def load_pretrained_model(
         and the step.
     """
     with contextlib.closing(CheckpointStore(checkpoint_folder(checkpoint_path), read_only=True)) as store:
-        step = store.resolve(step_idx, best=load_best)
+        items = None if load_optimizer else {*saved_run.MODEL_PARTS, "metadata", "data"}
+        step = store.select(step_idx, best=load_best, items=items)
         saved_run.log_differences(store, step, trainer)
         load = saved_run.load_run if load_optimizer else saved_run.load_params
         return load(store, step, trainer, free=delete_params_before_loading), saved_run.load_data(store, step), step

@@ -17,6 +17,8 @@ from xlstm_jax.trainer.data_module import DataloaderModule
 LOGGER = logging.getLogger(__name__)
 
 CONFIGS = ("trainer", "model", "optimizer")
+MODEL_PARTS = ("params", "mutable_variables")
+"""The parts of a train state that another run starts from."""
 
 
 def state_arrays(trainer: Any) -> dict[str, PyTree]:
@@ -78,7 +80,7 @@ def load_run(store: CheckpointStore, step: int, trainer: Any, *, free: bool) -> 
 def load_params(store: CheckpointStore, step: int, trainer: Any, *, free: bool) -> dict[str, Any]:
     """Read what another run starts from: `params`, and `mutable_variables` if there are any."""
     state, stored = state_arrays(trainer), store.contents(step)
-    like = {name: state[name] for name in ("params", "mutable_variables") if name in state and name in stored}
+    like = {name: state[name] for name in MODEL_PARTS if name in state and name in stored}
     return store.restore(step, like, free=list(like) if free else [])
 
 
