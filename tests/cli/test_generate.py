@@ -27,7 +27,8 @@ def test_a_number_that_sampling_cannot_use_is_a_wrong_setting(option, value, mes
 
 def test_a_tokenizer_that_is_not_there_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["generate", "a-run", "--prompt", "a text", "--tokenizer", "not/to/be/found"]) == 2
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(compose(["experiment=demo"])))
+    assert main(["generate", str(tmp_path), "--prompt", "a text", "--tokenizer", "not/to/be/found"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"The tokenizer 'not/to/be/found' is neither a path, looked for from {tmp_path},")
 
