@@ -213,6 +213,29 @@ def test_corrupt_metrics_make_no_checkpoint_the_best(store, caplog):
     assert "checkpoint_2 cannot be the best checkpoint, as metrics/metrics does not have the bytes" in caplog.text
 
 
+def test_metrics_that_are_no_json_keep_nobody_from_the_other_checkpoints(store):
+    (store.path(2) / "metrics" / "metrics").write_bytes(b'{"loss": 3.0, \xff')
+    again = CheckpointStore(store.folder, retention=Retention(max_to_keep=2))
+    assert again.problem(2).startswith("metrics/metrics has")
+    assert again.select() == 1
+    again.adopt()
+    save(again, 3, 4)
+    again.close()
+    assert CheckpointStore(store.folder, read_only=True).steps() == [3, 4]
+
+
+def test_an_older_checkpoint_whose_metrics_are_no_json_is_dropped_as_any_other(store):
+    store.save_metrics(1, {"loss": 4.0})
+    store.close()
+    (store.path(1) / "metrics" / "metrics").write_text("{")
+    again = CheckpointStore(store.folder, retention=Retention(max_to_keep=2), use_async=False)
+    assert again.select() == 2
+    again.adopt()
+    save(again, 3, 4)
+    assert again.steps() == [3, 4]
+    again.close()
+
+
 @pytest.mark.parametrize("num_written", [0, 1, 2])
 @pytest.mark.parametrize("has_metrics", [False, True])
 def test_a_kill_while_metrics_are_added_leaves_a_valid_checkpoint(store, monkeypatch, num_written, has_metrics):

@@ -28,7 +28,7 @@ from xlstm_jax.checkpoint.files import (
 )
 from xlstm_jax.checkpoint.items import check_fit, restore_args, save_args, stored_shapes
 from xlstm_jax.checkpoint.metadata import VERSION
-from xlstm_jax.checkpoint.orbax import ocp
+from xlstm_jax.checkpoint.orbax import CheckpointManager, ocp
 from xlstm_jax.checkpoint.retention import Retention
 from xlstm_jax.checkpoint.validity import find_problem
 from xlstm_jax.common_types import PyTree
@@ -73,7 +73,7 @@ class CheckpointStore:
         self.use_async = use_async
         self.read_only = read_only
         self.checksums = checksums
-        self._opened: ocp.CheckpointManager | None = None
+        self._opened: CheckpointManager | None = None
         self._metrics: dict[int, dict[str, Any]] = {}  # of all checkpoints, from the oldest to the newest
         self._own: set[int] = set()  # the steps of the run that this store belongs to
         self._last_number = 0
@@ -316,7 +316,7 @@ class CheckpointStore:
             self._opened.close()
             self._opened = None
 
-    def _manager(self) -> ocp.CheckpointManager:
+    def _manager(self) -> CheckpointManager:
         if self._opened is None:
             options = ocp.CheckpointManagerOptions(
                 step_prefix=PREFIX,
@@ -327,7 +327,7 @@ class CheckpointStore:
                 save_root_metadata=False,
             )
             try:
-                self._opened = ocp.CheckpointManager(self.folder, options=options)
+                self._opened = CheckpointManager(self.folder, options=options)
             except ImportError as error:
                 raise ImportError(
                     f"{self.folder} needs a package that is not installed: {error}. For Google Cloud Storage, install "
