@@ -212,11 +212,46 @@ def test_what_was_left_out_is_summed_over_shards():
     assert dataclasses.replace(MANIFEST, shards=tuple(shards)).skipped == {"no JSON": 3, "no text": 3}
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format_version": 99}', "[]"])
+@pytest.mark.parametrize("content", ["", "{}", '{"format_version": 99}', "[]", "null", "3", '"x"'])
 def test_a_manifest_that_cannot_be_read_is_refused_by_its_name(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=r"manifest\.json is no manifest that can be read"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["many", None, 2.5, True, -1])
+@pytest.mark.parametrize("name", ["vocab_size", "num_documents", "num_tokens", "num_bytes"])
+def test_a_manifest_with_a_count_that_is_none_is_refused_by_its_name(folder, name, value, unchecked_shapes):
+    content = json.loads((folder / "manifest.json").read_text())
+    (content if name == "vocab_size" else content["shards"][1])[name] = value
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"manifest\.json is no manifest.*{name}.* is {value!r}, but must be"):
+        TokenShards(folder)
+
+
+@pytest.mark.parametrize("value", ["end", -5, 1.5, [1], 10**9])
+def test_a_manifest_whose_end_of_a_document_is_no_token_is_refused(folder, value, unchecked_shapes):
+    content = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**content, "eod_token_id": value}))
+    with pytest.raises(ValueError, match=r"manifest\.json is no manifest.*eod_token_id is "):
+        TokenShards(folder)
+
+
+@pytest.mark.parametrize("value", [3, None, "", "../train/train_000000.arecord"])
+def test_a_manifest_whose_shard_has_no_name_is_refused(folder, value, unchecked_shapes):
+    content = json.loads((folder / "manifest.json").read_text())
+    content["shards"][0]["file"] = value
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"manifest\.json is no manifest.*the file of a shard is "):
+        TokenShards(folder)
+
+
+def test_a_manifest_that_names_a_shard_twice_is_refused(folder):
+    content = json.loads((folder / "manifest.json").read_text())
+    content["shards"].insert(0, content["shards"][0])
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"manifest\.json is no manifest.*it names a shard twice"):
+        TokenShards(folder)
 
 
 # Damage

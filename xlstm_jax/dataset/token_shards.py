@@ -60,6 +60,12 @@ class Shard:
     next_position: tuple[int, int] | None
     """Where the first document of the next shard stands in the source; `None` if there is none."""
 
+    def __post_init__(self):
+        if not isinstance(self.file, str) or not self.file or Path(self.file).name != self.file:
+            raise ValueError(f"the file of a shard is {self.file!r}, but must be a name without a folder")
+        for name in ("num_documents", "num_tokens", "num_bytes"):
+            _check_whole_number(f"{name} of {self.file}", getattr(self, name))
+
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
@@ -76,6 +82,13 @@ class Manifest:
     """What decides on the documents and on where shards begin, for JSON."""
     shards: tuple[Shard, ...] = ()
     """Those that have been written so far."""
+
+    def __post_init__(self):
+        _check_whole_number("vocab_size", self.vocab_size)
+        if self.eod_token_id is not None:
+            _check_whole_number("eod_token_id", self.eod_token_id)
+            if self.eod_token_id >= self.vocab_size:
+                raise ValueError(f"eod_token_id is {self.eod_token_id}, but vocab_size is only {self.vocab_size}")
 
     @property
     def is_complete(self) -> bool:
@@ -120,13 +133,23 @@ class Manifest:
     def from_json(text: str) -> "Manifest":
         """Read the content of `manifest.json`."""
         content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__} instead of fields")
         version = content.pop("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(f"its format version is {version}, and {FORMAT_VERSION} is known here")
         del content["totals"]
         for shard in content["shards"]:
             shard["next_position"] = shard["next_position"] and tuple(shard["next_position"])
-        return Manifest(**{**content, "shards": tuple(Shard(**shard) for shard in content["shards"])})
+        shards = tuple(Shard(**shard) for shard in content["shards"])
+        if len({shard.file for shard in shards}) < len(shards):
+            raise ValueError("it names a shard twice")
+        return Manifest(**{**content, "shards": shards})
+
+
+def _check_whole_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 0")
 
 
 def read_manifest(folder: str | os.PathLike) -> Manifest | None:
