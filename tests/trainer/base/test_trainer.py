@@ -33,7 +33,7 @@ from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.trainer import TrainerConfig, TrainerModule
 from xlstm_jax.trainer.base.evaluation import Evaluation
-from xlstm_jax.trainer.callbacks import Callback, CallbackConfig
+from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, ModelCheckpointConfig
 from xlstm_jax.trainer.logger import LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLogger
 from xlstm_jax.trainer.optimizer import OptimizerConfig
@@ -273,6 +273,45 @@ def test_epochs_shorter_than_the_data_go_through_all_of_them():
 
     trainer.train_model(Loader(REGRESSION_BATCHES), num_train_steps=6, steps_per_epoch=2)
     assert seen == [(1, 0.0), (1, 1.0), (2, 2.0), (2, 0.0), (3, 1.0), (3, 2.0)]
+
+
+class RollingLoader(TokenLoader):
+    """Begins anew after it has reported its end."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        try:
+            return super().__next__()
+        except StopIteration:
+            self.in_epoch = 0
+            raise
+
+
+class SizedRollingLoader(RollingLoader):
+    """One that says how long an epoch is."""
+
+    def __len__(self):
+        return self.num_batches
+
+
+def hooks_of_a_run(path, loader_class, num_train_steps):
+    """Train from the last checkpoint up to a step, in epochs of two batches, and return the calls of hooks."""
+    callbacks = [ModelCheckpointConfig(every_n_steps=1), RecorderConfig()]
+    trainer = make_trainer(path=path, callbacks=callbacks)
+    loader, val_loader = loader_class(trainer.mesh, num_batches=2), TokenLoader(trainer.mesh, seed=1, num_batches=1)
+    trainer.load_model(raise_if_not_found=False)
+    if trainer.global_step:
+        trainer.load_data_loaders(train_loader=loader, val_loader=val_loader)
+    trainer.train_model(loader, val_loader, num_train_steps=num_train_steps)
+    return [call for call in trainer.callbacks[1].calls if call.startswith(("epoch", "step", "validation"))]
+
+
+def test_a_run_that_resumes_at_the_end_of_an_epoch_calls_the_hooks_of_one_that_was_not_stopped(tmp_path):
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    resumed = hooks_of_a_run(split, SizedRollingLoader, 2) + hooks_of_a_run(split, SizedRollingLoader, 4)
+    assert resumed == hooks_of_a_run(whole, SizedRollingLoader, 4)
 
 
 def test_a_step_is_validated_once():

@@ -22,18 +22,20 @@ class BatchStream:
         """Ask the loader for its batches again: it has been set to another position."""
         self._iterator = None
 
-    def next(self, *, begins_epoch: bool) -> Batch | None:
+    def next(self, *, begins_epoch: bool, at_boundary: bool = False) -> Batch | None:
         """Return the next batch, or `None` at the end of the loader.
 
         Args:
             begins_epoch: Whether this is the first batch of an epoch. It then comes from the beginning of a loader that
                 is used up.
+            at_boundary: Whether the epoch before it is known to be over. A loader that a checkpoint has set to its end
+                then begins anew too; otherwise its end may be that of the epoch in which the run was stopped.
         """
         is_new = self._iterator is None
         iterator = self._iterator = iter(self.loader) if self._iterator is None else self._iterator
         batch = next(iterator, None)
         if batch is None:
             self._iterator = None
-            if begins_epoch and not is_new:
+            if begins_epoch and (at_boundary or not is_new):
                 return self.next(begins_epoch=False)
         return batch

@@ -18,6 +18,10 @@ class Plan:
     """`None` if nothing says how long an epoch is: then it lasts until the data end."""
     num_epochs: int | None = None
 
+    def begins_epoch(self, num_drawn: int) -> bool:
+        """Tell whether the next batch is known to be the first of an epoch."""
+        return self.steps_per_epoch is not None and num_drawn % self.steps_per_epoch == 0
+
     def epoch_at(self, num_drawn: int, num_finished: int) -> int:
         """Return the index of the epoch that the next batch belongs to, from 1.
 

@@ -455,7 +455,7 @@ class TrainerModule(Validation):
         results: dict[str, Any],
     ) -> _Outcome:
         config, first = self.trainer_config, self.num_drawn
-        while (batch := self._draw(stream, begins_epoch=self.num_drawn == first)) is not None:
+        while (batch := self._draw(plan, stream, begins_epoch=self.num_drawn == first)) is not None:
             self.global_step += 1
             step = self.global_step
             if config.bad_steps.policy == "rollback":
@@ -482,10 +482,11 @@ class TrainerModule(Validation):
         is_bad = self._has_gone_bad(is_logged=False, may_wait=True)
         return _Outcome.BAD_STEP if is_bad else _Outcome.END_OF_EPOCH
 
-    def _draw(self, stream: BatchStream, *, begins_epoch: bool) -> Batch | None:
+    def _draw(self, plan: Plan, stream: BatchStream, *, begins_epoch: bool) -> Batch | None:
         """Return the next batch that is not to be left out; `None` at the end of an epoch."""
+        at_boundary = plan.begins_epoch(self.num_drawn)
         with self.clock.measure("data") as span:
-            while (batch := stream.next(begins_epoch=begins_epoch)) is not None:
+            while (batch := stream.next(begins_epoch=begins_epoch, at_boundary=at_boundary)) is not None:
                 self.num_drawn += 1
                 if self.num_drawn not in self.skipped_batches:
                     break
