@@ -101,7 +101,7 @@ def test_a_padded_document_becomes_the_golden_row():
     np.testing.assert_array_equal(row["targets"], [1, 2, 3, 9, 0, 0, 0, 0])
     for name in ("inputs", "targets"):
         np.testing.assert_array_equal(row[f"{name}_segmentation"], [1, 1, 1, 1, 0, 0, 0, 0])
-        np.testing.assert_array_equal(row[f"{name}_position"][:4], [0, 1, 2, 3])
+        np.testing.assert_array_equal(row[f"{name}_position"], [0, 1, 2, 3, 0, 0, 0, 0])
 
 
 # Records.
@@ -357,14 +357,14 @@ def test_shifting_leaves_the_given_dictionary_alone():
 # Segmentations.
 
 
-def slow_segmentation(inputs, segmentation):
+def slow_segmentation(inputs, segmentation, is_row):
     """Walk along a row, document after document."""
     documents, positions = [], []
     document, position = (0 if len(inputs) and inputs[0] == E else 1), -1
-    for token, is_token in zip(inputs, segmentation, strict=True):
+    for token, is_token, is_in_row in zip(inputs, segmentation, is_row, strict=True):
         document, position = (document + 1, 0) if token == E else (document, position + 1)
         documents.append(document if is_token else 0)
-        positions.append(position)
+        positions.append(position if is_in_row else 0)
     return documents, positions
 
 
@@ -379,7 +379,8 @@ def slow_segmentation(inputs, segmentation):
 def test_segmentations_are_those_of_a_slow_loop(rows, num_padding, is_batched):
     inputs = np.pad(np.array(rows, np.int32), ((0, 0), (0, num_padding)))
     masks = {"inputs": inputs[:, ::-1] != 1, "targets": inputs != 1}
-    expected = [[slow_segmentation(*pair) for pair in zip(inputs, masks[name], strict=True)] for name in masks]
+    is_row = masks["inputs"] | masks["targets"]
+    expected = [[slow_segmentation(*row) for row in zip(inputs, masks[name], is_row, strict=True)] for name in masks]
     select = slice(None) if is_batched else 0
     data = {"inputs": inputs[select], "targets": inputs[select]}
     data |= {f"{name}_segmentation": 5 * masks[name][select].astype(np.int32) for name in masks}

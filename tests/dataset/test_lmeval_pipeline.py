@@ -55,7 +55,7 @@ def test_a_request_is_a_row_whose_continuation_counts():
     assert batch.targets.tolist() == [[*b"abcd"], [*b"xyz", 0], *[[0] * 4] * 6]
     assert batch.inputs_segmentation.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0], *[[0] * 4] * 6]
     assert batch.targets_segmentation.tolist() == [[0, 0, 1, 1], [1, 1, 1, 0], *[[0] * 4] * 6]
-    assert batch.inputs_position[:2].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert batch.inputs_position[:2].tolist() == [[0, 1, 2, 3], [0, 1, 2, 0]]
     assert batch.document_idx.tolist() == [1, 2, 0, 0, 0, 0, 0, 0]
     assert batch.sequence_idx.tolist() == [0] * 8
 

@@ -244,15 +244,18 @@ class InferSegmentations(grain.transforms.Map):
     def map(self, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Write segmentations and positions into `data`, and return it.
 
-        Where a segmentation is 0 it stays 0; positions count on there. Rows can be batched or not.
+        Where a segmentation is 0 it stays 0. In padding, where those of inputs and targets both are, positions are 0.
+        Rows can be batched or not.
         """
         eod_mask = data["inputs"] == self.eod_token_id
         first = 1 - eod_mask[..., :1].astype(np.int32)
         documents = first + np.cumsum(eod_mask, axis=-1, dtype=np.int32)
         positions = self._get_positions(eod_mask)
-        for name in TOKEN_KEYS:
-            data[f"{name}_segmentation"] = np.where(data[f"{name}_segmentation"] != 0, documents, np.int32(0))
-            data[f"{name}_position"] = positions.copy()
+        masks = {name: data[f"{name}_segmentation"] != 0 for name in TOKEN_KEYS}
+        is_padding = ~np.logical_or(*masks.values())
+        for name, mask in masks.items():
+            data[f"{name}_segmentation"] = np.where(mask, documents, np.int32(0))
+            data[f"{name}_position"] = np.where(is_padding, np.int32(0), positions)
         return data
 
     @staticmethod
