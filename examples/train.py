@@ -75,7 +75,7 @@ def main() -> None:
     train_loader, val_loader = load_data(trainer.mesh)
     trainer.load_model(raise_if_not_found=False)
     if trainer.global_step:
-        trainer.load_data_loaders(train_loader=train_loader)
+        trainer.load_data_loaders(train_loader=train_loader, val_loader=val_loader)
         print(f"Going on from step {trainer.global_step}.")
     results = trainer.train_model(train_loader, val_loader, num_train_steps=options.steps)
     if results:

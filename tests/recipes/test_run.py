@@ -6,7 +6,7 @@ import pytest
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.lock import locked
-from xlstm_jax.recipes.run import find_latest
+from xlstm_jax.recipes.run import _load_state, find_latest
 
 
 def make_run(folder, time, *, has_checkpoint):
@@ -43,3 +43,33 @@ def test_a_file_system_without_locks_does_not_hinder_a_run(tmp_path, monkeypatch
     monkeypatch.setattr("fcntl.flock", fail)
     with locked(tmp_path):
         pass
+
+
+class LoadingTrainer:
+    """Stands for a trainer at a step; validation data of another run do not fit."""
+
+    global_step = 4
+
+    def __init__(self, problem=None):
+        self.problem, self.loaded = problem, {}
+
+    def load_model(self, step, raise_if_not_found):
+        pass
+
+    def load_data_loaders(self, step, **loaders):
+        if self.problem and "val_loader" in loaders:
+            raise ValueError(self.problem)
+        self.loaded |= loaders
+
+
+def test_a_run_resumes_with_all_its_loaders_where_they_were(unchecked_shapes):
+    trainer = LoadingTrainer()
+    _load_state(trainer, None, "train", {"a": "val"}, -1)
+    assert trainer.loaded == {"train_loader": "train", "val_loader": {"a": "val"}}
+
+
+def test_a_run_that_resumes_with_other_validation_data_says_so(caplog, unchecked_shapes):
+    trainer = LoadingTrainer("This state belongs to other data")
+    _load_state(trainer, None, "train", "val", -1)
+    assert trainer.loaded == {"train_loader": "train"}
+    assert "other validation data, which starts from its beginning: This state belongs to other data" in caplog.text

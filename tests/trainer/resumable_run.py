@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 from meshes import make_mesh
-from trainer.runs import SizedTokenLoader, TokenLoader, make_trainer, whole_state
+from trainer.runs import TokenLoader, make_trainer, whole_state
 
 from xlstm_jax.checkpoint.store import CheckpointStore
 from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, ModelCheckpointConfig
@@ -27,8 +27,8 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class EndingLoader(SizedTokenLoader):
-    """Batches for validation, of which one ends the process."""
+class EndingLoader(TokenLoader):
+    """Batches for validation, other ones in each pass, of which one ends the process."""
 
     end_at = None
     count = 0
@@ -92,7 +92,7 @@ def main():
     if (options.folder / "checkpoints").exists():
         trainer.load_model(raise_if_not_found=False)
         if trainer.global_step:
-            trainer.load_data_loaders(train_loader=train_loader)
+            trainer.load_data_loaders(train_loader=train_loader, val_loader=val_loader)
     if options.end == "SIGUSR2":  # as submitit does, before the limit of a job
         signal.signal(signal.SIGUSR2, lambda *_: sys.exit(77))
     if options.end == "validation":

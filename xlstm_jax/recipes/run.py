@@ -149,7 +149,7 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
         STARTUP.end("model")
         train_loader, val_loader = _open_loaders(data, trainer.mesh)
         STARTUP.end("data")
-        _load_state(trainer, config, train_loader, step)
+        _load_state(trainer, config, train_loader, val_loader, step)
         STARTUP.end("checkpoint")
         write_settings(settings, folder, notes)
         return Run(config, folder, trainer, train_loader, val_loader, measures, performance, lock.pop_all())
@@ -275,9 +275,13 @@ def _open_loaders(data: DataRecipe, mesh: Mesh) -> tuple[DataIterator, Any]:
     return train, next(iter(validation.values())) if len(validation) == 1 else validation or None
 
 
-def _load_state(trainer: LLMTrainer, config: RunConfig, train_loader: DataIterator, step: int) -> None:
+def _load_state(trainer: LLMTrainer, config: RunConfig, train_loader: DataIterator, val_loader: Any, step: int) -> None:
     trainer.load_model(step, raise_if_not_found=step >= 0)
     if trainer.global_step:
         trainer.load_data_loaders(trainer.global_step, train_loader=train_loader)
+        try:
+            trainer.load_data_loaders(trainer.global_step, val_loader=val_loader)
+        except ValueError as error:
+            LOGGER.warning("The run resumes with other validation data, which starts from its beginning: %s", error)
     elif config.init_from is not None:
         trainer.load_pretrained_model(config.init_from, load_optimizer=config.init_optimizer)

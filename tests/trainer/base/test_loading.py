@@ -72,6 +72,26 @@ def test_the_last_validation_of_a_run_is_made_up_for(tmp_path):
     assert trainer.callbacks[0].has_metrics(3)
 
 
+def test_a_checkpoint_that_was_written_after_a_validation_resumes_with_the_next_one(tmp_path):
+    def resume(num_train_steps):
+        callbacks = [ModelCheckpointConfig(every_n_epochs=-1)]
+        trainer = make_trainer(
+            path=tmp_path, callbacks=callbacks, check_val_every_n_steps=1, check_val_every_n_epoch=-1
+        )
+        train_loader, val_loader = TokenLoader(trainer.mesh), TokenLoader(trainer.mesh, seed=1, num_batches=1)
+        trainer.load_model(raise_if_not_found=False)
+        if trainer.global_step:
+            trainer.load_data_loaders(train_loader=train_loader, val_loader=val_loader)
+        return trainer.train_model(train_loader, val_loader, num_train_steps=num_train_steps), val_loader.index
+
+    first, num_drawn = resume(1)
+    assert list(first) == ["val_step_1"]
+    assert num_drawn == 1
+    second, num_drawn = resume(2)
+    assert list(second) == ["val_step_2"]
+    assert num_drawn == 2
+
+
 def test_a_trainer_is_built_on_another_mesh(run):
     folder, state, _ = run
     trainer = LLMTrainer.load_from_checkpoint(folder, mesh=make_mesh(**EIGHT))

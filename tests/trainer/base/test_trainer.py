@@ -314,6 +314,12 @@ def test_a_run_that_resumes_at_the_end_of_an_epoch_calls_the_hooks_of_one_that_w
     assert resumed == hooks_of_a_run(whole, SizedRollingLoader, 4)
 
 
+def test_an_epoch_of_unknown_length_is_not_validated_again_when_a_run_resumes_at_its_end(tmp_path):
+    calls = hooks_of_a_run(tmp_path, RollingLoader, 2) + hooks_of_a_run(tmp_path, RollingLoader, 4)
+    starts = [call for call in calls if call.startswith("validation") and call.endswith("starts")]
+    assert [start.split()[3] for start in starts] == ["2", "4"]
+
+
 def test_a_step_is_validated_once():
     trainer = make_trainer(
         path=None,

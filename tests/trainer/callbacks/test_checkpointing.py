@@ -117,6 +117,44 @@ def test_checkpoints_are_written_every_few_steps_and_at_the_end(trainer):
     callback.finalize("success")
 
 
+def test_validation_loaders_stand_where_they_stood_before_a_validation_until_its_metrics_are_saved(trainer):
+    callback = checkpoint(trainer)
+    go_to(trainer, 2)
+    callback.on_validation_epoch_start(epoch_idx=1, step_idx=2)
+    callback.data_module.val_dataloader["short"].position = 70
+    assert callback.load_dataloader(2)["val_short"] == {"position": 7}
+    callback.on_validation_epoch_end({"loss": 1.0}, epoch_idx=1, step_idx=2)
+    callback.data_module.val_dataloader["short"].position = 71
+    positions = callback.load_dataloader(2)
+    assert positions["val_short"] == {"position": 70}
+    assert positions["train"] == {"position": 0}
+    callback.finalize("success")
+
+
+def test_a_process_that_is_killed_before_the_metrics_are_saved_repeats_the_validation_from_its_beginning(
+    trainer, monkeypatch
+):
+    callback = checkpoint(trainer)
+    go_to(trainer, 2)
+    callback.on_validation_epoch_start(epoch_idx=1, step_idx=2)
+    callback.data_module.val_dataloader["short"].position = 70
+    monkeypatch.setattr(callback.store, "save_metrics", print)
+    callback.on_validation_epoch_end({"loss": 1.0}, epoch_idx=1, step_idx=2)
+    assert not callback.has_metrics(2)
+    assert callback.load_dataloader(2)["val_short"] == {"position": 7}
+    callback.finalize("success")
+
+
+def test_the_position_of_a_validation_loader_is_found_in_a_checkpoint_without_one_after_the_validation(trainer):
+    callback = checkpoint(trainer)
+    go_to(trainer, 2)
+    validate(callback, 2, loss=1.0)
+    document = callback.store.read_document(2, "data")
+    callback.store.save_document(2, "data", {"loaders": document["loaders"]})
+    assert callback.load_dataloader(2)["val_short"] == {"position": 7}
+    callback.finalize("success")
+
+
 def test_nothing_is_written_at_the_end_if_not_asked_for(trainer):
     callback = checkpoint(trainer, save_at_end=False)
     train(trainer, callback, 3)

@@ -50,6 +50,7 @@ class CheckpointLoading:
     train_metrics: Any
     _saved_train_metrics: Any
     _validated_step: int | None
+    _validation_metrics: dict[str, Any]
 
     def load_model(self, step_idx: int = -1, raise_if_not_found: bool = True) -> None:
         """Load a checkpoint of this run.
@@ -105,6 +106,7 @@ class CheckpointLoading:
         self.global_step = int(self.state.step)
         self.num_drawn = self.global_step
         self.train_metrics = self._saved_train_metrics = self._validated_step = None
+        self._validation_metrics = {}
         self._restore_run(state_dict.get("run") or {})
         restore_callbacks(self.callbacks, state_dict)
 
@@ -234,6 +236,7 @@ class CheckpointLoading:
             "train_metrics": jax.tree.map(lambda x: np.asarray(x).tolist(), unfreeze(self.train_metrics or {})),
             "skipped_batches": sorted(self.skipped_batches),
             "num_rollbacks": self.num_rollbacks,
+            "validated_step": self._validated_step,
         }
 
     def _restore_run(self, run: Mapping[str, Any]) -> None:
@@ -245,6 +248,7 @@ class CheckpointLoading:
         self._saved_train_metrics = run["train_metrics"]
         self.skipped_batches = set(run["skipped_batches"])
         self.num_rollbacks = run["num_rollbacks"]
+        self._validated_step = run.get("validated_step")
         saved, lost = sum(run["seconds"].values()), self.clock.elapsed
         if run["clock"] == self.clock.id:
             lost -= saved

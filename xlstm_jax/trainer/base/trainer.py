@@ -120,6 +120,7 @@ class TrainerModule(Validation):
         self.train_metrics: Any = None
         self._saved_train_metrics: Any = None
         self._validated_step: int | None = None
+        self._validation_metrics: dict[str, Any] = {}
         self.skipped_batches: set[int] = set()
         self._num_bad_seen = 0
         self.num_rollbacks = 0
@@ -443,7 +444,7 @@ class TrainerModule(Validation):
             was_empty = is_empty
             self.num_epochs_finished += 1
             if self._is_due(epoch_idx, self.trainer_config.check_val_every_n_epoch) and val_loader is not None:
-                results[f"val_epoch_{epoch_idx}"] = self._validate_once(val_loader, epoch_idx, results)
+                results[f"val_epoch_{epoch_idx}"] = self._validate_once(val_loader, epoch_idx)
         return _Outcome.FINISHED
 
     def _train_epoch(

@@ -20,7 +20,7 @@ class Validation(Evaluation, BadStepHandling):
         with self.clock.measure("evaluation"):
             self.on_validation_epoch_start(epoch_idx=epoch_idx, step_idx=self.global_step)
             metrics = self.eval_model(val_loader, mode="val", epoch_idx=epoch_idx)
-            self._validated_step = self.global_step
+            self._validated_step, self._validation_metrics = self.global_step, metrics
             self.on_validation_epoch_end(metrics, epoch_idx=epoch_idx, step_idx=self.global_step)
         return metrics
 
@@ -29,7 +29,11 @@ class Validation(Evaluation, BadStepHandling):
         step, config, checkpoints = self.global_step, self.trainer_config, self._checkpoints()
         if val_loader is None or step in (0, self._validated_step):
             return
-        if checkpoints is None or checkpoints.has_metrics(step):
+        if checkpoints is None:
+            return
+        if metrics := checkpoints.load_metrics(step):
+            self._validated_step, self._validation_metrics = step, metrics
+        if checkpoints.has_metrics(step):
             return
         epoch_idx = plan.epoch_at(self.num_drawn - 1, self.num_epochs_finished)
         with self.logger.logs_again(step):
@@ -38,12 +42,11 @@ class Validation(Evaluation, BadStepHandling):
             elif self._has_ended(plan, epoch_idx) and self._is_due(epoch_idx, config.check_val_every_n_epoch):
                 results[f"val_epoch_{epoch_idx}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
 
-    def _validate_once(self, val_loader: DataLoaders, epoch_idx: int, results: dict[str, Any]) -> dict[str, Any]:
-        """Validate after an epoch, unless its last step was validated."""
-        known = results.get(f"val_step_{self.global_step}")
-        if known is not None:
+    def _validate_once(self, val_loader: DataLoaders, epoch_idx: int) -> dict[str, Any]:
+        """Validate after an epoch, unless its last step was validated, if only before the run was resumed."""
+        if self._validated_step == self.global_step:
             LOGGER.warning("Step %d was validated already: epoch %d has its metrics.", self.global_step, epoch_idx)
-            return known
+            return self._validation_metrics
         return self._eval_model_in_train_loop(val_loader, epoch_idx)
 
     def _has_ended(self, plan: Plan, epoch_idx: int) -> bool:

@@ -184,6 +184,8 @@ class ModelCheckpoint(Callback):
             return
         with self._measured():
             plain = {name: value for name, value in eval_metrics.items() if isinstance(value, bool | int | float | str)}
+            if self.config.save_dataloader_state:
+                saved_run.add_validated_positions(self.store, step_idx, self.data_module)
             self.store.save_metrics(step_idx, plain)
             self.store.save_document(step_idx, "callbacks", saved_run.callback_states(self.trainer))
         if self.config.monitor is not None and self.config.monitor not in plain:
@@ -194,7 +196,11 @@ class ModelCheckpoint(Callback):
 
     def has_metrics(self, step_idx: int) -> bool:
         """Tell whether the checkpoint of a step, if there is one, has the metrics of a validation."""
-        return step_idx not in self.store.steps() or bool(self.store.read_document(step_idx, "metrics"))
+        return step_idx not in self.store.steps() or bool(self.load_metrics(step_idx))
+
+    def load_metrics(self, step_idx: int) -> dict[str, Any]:
+        """Read the metrics of a validation from the checkpoint of its step; empty if there are none."""
+        return self.store.read_document(step_idx, "metrics") if step_idx in self.store.steps() else {}
 
     def save_dataloader(self, step_idx: int) -> None:
         """Write where the data loaders stand now into the checkpoint of a step, as saving the state does too."""
@@ -304,7 +310,7 @@ def load_pretrained_model(
         and the step.
     """
     with contextlib.closing(CheckpointStore(checkpoint_folder(checkpoint_path), read_only=True)) as store:
-        items = None if load_optimizer else {*saved_run.MODEL_PARTS, "metadata", "data"}
+        items = None if load_optimizer else {*saved_run.MODEL_PARTS, "metadata", "data", "metrics"}
         step = store.select(step_idx, best=load_best, items=items)
         saved_run.log_differences(store, step, trainer)
         load = saved_run.load_run if load_optimizer else saved_run.load_params

@@ -50,6 +50,17 @@ def data_document(data_module: DataloaderModule | None) -> dict[str, Any]:
     return {"loaders": gather_states(named_loaders(data_module))}
 
 
+def add_validated_positions(store: CheckpointStore, step: int, data_module: DataloaderModule | None) -> None:
+    """Add to a checkpoint where the validation loaders stand after the validation of its step.
+
+    They count once the checkpoint has the metrics of that validation, which are written after them. Until then a
+    resumed run repeats the validation, from where its loaders stood before it.
+    """
+    validation = None if data_module is None else DataloaderModule(val_dataloader=data_module.val_dataloader)
+    document = store.read_document(step, "data")
+    store.save_document(step, "data", {**document, "validated": gather_states(named_loaders(validation))})
+
+
 def load_run(store: CheckpointStore, step: int, trainer: Any, *, free: bool) -> dict[str, Any]:
     """Read all that a run goes on with.
 
@@ -85,8 +96,10 @@ def load_params(store: CheckpointStore, step: int, trainer: Any, *, free: bool) 
 
 
 def load_data(store: CheckpointStore, step: int) -> dict[str, Any]:
-    """Read where the data loaders of this process stood, by name."""
-    return own_states(store.read_document(step, "data").get("loaders", {}))
+    """Read where the data loaders of this process stood, by name; after the validation if the step has its metrics."""
+    document = store.read_document(step, "data")
+    after = document.get("validated", {}) if store.read_document(step, "metrics") else {}
+    return own_states({**document.get("loaders", {}), **after})
 
 
 def restore_callbacks(callbacks: Sequence[Callback], state_dict: Mapping[str, Any]) -> None:
