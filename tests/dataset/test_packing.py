@@ -125,6 +125,26 @@ def test_a_packing_goes_on_from_its_state_at_any_batch(name):
         assert fill_all(other, rest, [3]) == fill_all(packing, rest, [3])
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "row_counts", "part"),
+    [
+        ("stream", [30] * 4, [4, 1], "homeless"),
+        ("first_fit", [30], [1], "rest"),
+        ("first_fit", [5, 5, 5], [1], "finished"),
+    ],
+)
+def test_a_state_has_the_documents_that_wait_for_a_row(name, sizes, row_counts, part):
+    documents = documents_of([np.arange(size) for size in sizes])
+    waiting = iter(documents)
+    packing, other = PACKINGS[name](), PACKINGS[name]()
+    for num_rows in row_counts:
+        packing.fill(num_rows, lambda: next(waiting, None))
+    state = json.loads(json.dumps(packing.get_state()))
+    assert any(state[part])
+    other.set_state(state, lambda source, position: documents[position])
+    assert fill_all(other, [], [1]) == fill_all(packing, [], [1])
+
+
 def test_a_batch_is_what_its_documentation_shows():
     first, second = documents_of([[1, 2, 3], [4, 5]])
     waiting = iter([first, second])

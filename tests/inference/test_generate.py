@@ -142,6 +142,17 @@ def test_a_sequence_ends_after_a_generated_end_of_document():
     assert np.all(np.asarray(tokens)[~np.asarray(is_valid)] == 0)
 
 
+def test_a_given_end_of_document_does_not_end_a_sequence_whose_prompt_is_read_token_by_token():
+    eod = 1
+    prefix, mask = np.where(eod == PREFIXES, 2, PREFIXES), np.ones(PREFIXES.shape, bool)
+    prefix[0, 2], mask[1, 3:] = eod, False
+    expected, expected_valid = expected_tokens("mlstm", prefix, mask, eod)
+    tokens, is_valid = run("mlstm", prefix, mask, eod_token_id=eod)
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_array_equal(is_valid, expected_valid)
+    assert np.all(is_valid[0, : PREFIX + 1])
+
+
 @pytest.mark.parametrize("gather_params_once", [False, True])
 def test_tokens_are_the_same_on_a_mesh(gather_params_once):
     mesh, whole = make_mesh(dp=2, fsdp=4), train_state("mlstm")

@@ -10,7 +10,9 @@ from tolerances import assert_close
 from trainer.optimizer.layouts import LAYOUTS, boxed, params_and_gradients
 from trainer.runs import SGD, SizedTokenLoader, TokenLoader, make_trainer
 
+from xlstm_jax.common_types import TrainState
 from xlstm_jax.trainer.callbacks.ema import ParameterEMAConfig
+from xlstm_jax.trainer.callbacks.extended_evaluation import EvalState
 from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig, build_optimizer, get_eval_params
 
 CONFIG = OptimizerConfig(
@@ -37,6 +39,16 @@ def test_parameters_to_evaluate_with_are_the_mean_of_the_points_of_the_base_opti
         points.append(state[1].z["kernel"])
     assert_close(get_eval_params(state, params)["kernel"], sum(points) / 3)
     assert not jnp.allclose(get_eval_params(state, params)["kernel"], params["kernel"], rtol=1e-4)
+
+
+def test_an_extended_evaluation_evaluates_the_average():
+    optimizer, _ = build_optimizer(CONFIG)
+    state = TrainState.create(apply_fn=print, params={"kernel": jnp.array([1.0, -2.0])}, tx=optimizer, rng=None)
+    for _ in range(2):
+        state = state.apply_gradients(grads=state.params)
+    evaluated = EvalState.from_train_state(train_state=state).params["kernel"]
+    assert_close(evaluated, get_eval_params(state.opt_state, state.params)["kernel"])
+    assert not jnp.allclose(evaluated, state.params["kernel"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "none"])
