@@ -2,13 +2,15 @@
 
 import re
 
+import hydra
 import pytest
+from omegaconf import OmegaConf
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.configs import FormalTaskDataConfig, GrainArrayRecordsDataConfig, TextFilesDataConfig
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
-from xlstm_jax.recipes.compose import change, compose, groups, register_run_id, resolved
+from xlstm_jax.recipes.compose import ROOT, change, compose, groups, initialized, register_run_id, resolved
 from xlstm_jax.recipes.run_config import RunConfig, build_run
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 
@@ -38,6 +40,35 @@ def test_a_setting_changes_all_that_refers_to_it():
     assert run.optimizer.scheduler.decay_steps == 7000
     assert (run.data.first.global_batch_size, run.data.first.max_target_length) == (24, 96)
     assert run.data.validation["validation"].global_batch_size == 24
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["experiment=demo"], (48, 0)),
+        (["experiment=demo", "num_train_steps=60"], (3, 0)),
+        (["experiment=demo", "num_train_steps=1900"], (48, 0)),
+        (["experiment=demo", "num_train_steps=60", "scheduler.decay_steps=950"], (48, 0)),
+        (["experiment=demo", "num_train_steps=60", "scheduler.warmup_steps=20"], (20, 0)),
+        (["experiment=xlstm_2_7b", "num_train_steps=305"], (74, 99)),
+        (["scheduler=wsd", "num_train_steps=1"], (0, 1)),
+        (["scheduler=constant", "num_train_steps=50"], (5, 0)),
+        (["scheduler=constant", "num_train_steps=null", "num_epochs=2"], (100, 0)),
+    ],
+)
+def test_a_shorter_run_warms_up_and_cools_down_in_proportion_unless_that_is_set(overrides, expected):
+    schedule = run_of(*overrides).optimizer.scheduler
+    assert (schedule.warmup_steps, schedule.cooldown_steps) == expected
+
+
+def test_a_resumed_run_that_is_longer_has_the_warm_up_of_a_run_of_that_length():
+    with initialized():
+        composed = OmegaConf.to_container(hydra.compose(ROOT, overrides=["experiment=demo", "++num_train_steps=60"]))
+    schedules = [
+        build_run(resolved(change(composed, [f"num_train_steps={steps}"]))).optimizer.scheduler
+        for steps in (60, 950, 1900)
+    ]
+    assert [(each.warmup_steps, each.decay_steps) for each in schedules] == [(3, 60), (48, 950), (48, 1900)]
 
 
 def test_fields_that_no_file_mentions_can_be_set():
@@ -87,7 +118,11 @@ def test_a_model_of_another_class_takes_its_own_config():
         ("data.data_config_type=text", "data.data_config_type: 'text' is none of "),
         ("data.train.packing=strem", "data.packing: 'strem' is none of 'stream', 'first_fit', 'none'."),
         ("num_epochs=3", "num_train_steps is 1000 and num_epochs is 3: set exactly one of them"),
-        ("batch_size=0", "data: global_batch_size is 0, but must be at least 1."),
+        ("batch_size=0", "batch_size is 0, but must be at least 1."),
+        ("num_train_steps=0", "num_train_steps is 0, but must be at least 1."),
+        ("num_train_steps=1.5", "num_train_steps: a whole number is needed, not 1.5."),
+        ("num_train_steps=null", "num_train_steps is None and num_epochs is None: set exactly one of them"),
+        ("scheduler.warmup_steps=1001", "scheduler: warmup_steps 1001 plus cooldown_steps 0 are more than decay_steps"),
         ("data.global_batch_size=8", "batch_size is 16, but data.global_batch_size is 8: set batch_size alone."),
         ("model.model_class=math.pi", "model.model_class: 'math.pi' is no class or function."),
         ("=", "'=' is no key=value or group=choice:"),
@@ -152,8 +187,6 @@ def test_settings_that_were_composed_can_be_changed_with_what_refers_to_them():
 
 
 def test_a_run_is_called_by_its_time_or_by_its_slurm_step(monkeypatch):
-    from omegaconf import OmegaConf
-
     register_run_id()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", OmegaConf.create({"a": "${run_id:}"}).a)
     monkeypatch.setenv("SLURM_JOB_ID", "12")

@@ -16,7 +16,15 @@ from xlstm_jax.cli.gpu_memory import set_memory_fraction
 from xlstm_jax.cli.interrupts import exit_on_ctrl_c
 from xlstm_jax.cli.screen import as_command, as_typed, complain, show
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.recipes.compose import GROUPS_FOLDER, ROOT, free_keys, groups, register_run_id, search_path
+from xlstm_jax.recipes.compose import (
+    GROUPS_FOLDER,
+    ROOT,
+    free_keys,
+    groups,
+    register_run_id,
+    register_scaled_steps,
+    search_path,
+)
 
 WRONG_SETTING = 2
 EXIT_CODES = {"nan": 3, "skipped": 4}
@@ -45,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         complain("--cfg prints the settings of one run: leave out -m.")
         return WRONG_SETTING
     register_run_id()
+    register_scaled_steps()
     try:
         words = [*search_path(args.config_dir), *free_keys(overrides, args.config_dir)]
         if args.cfg is None:

@@ -24,6 +24,31 @@ def register_run_id() -> None:
     OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
 
 
+def scaled_steps(
+    num_steps: int, num_train_steps: int, minimum: int = 0, *, _parent_: Mapping[str, Any], _root_: Mapping[str, Any]
+) -> int:
+    """Return how many steps a part of the schedule has: the resolver of `${scaled:STEPS,OF_STEPS}`.
+
+    A run that is shorter than the one that the numbers are meant for has fewer in proportion; a longer one has no more.
+
+    Args:
+        num_steps: The steps of this part in a run of `num_train_steps`.
+        num_train_steps: The length of the run that the numbers are meant for.
+        minimum: At least so many.
+    """
+    length = _parent_.get("decay_steps") or _root_.get("num_train_steps")
+    if not isinstance(length, int) or not 0 < length < num_train_steps:  # What is no length is for the builder to say.
+        return num_steps
+    return max(minimum, num_steps * length // num_train_steps)
+
+
+def register_scaled_steps() -> None:
+    """Let settings refer to `${scaled:STEPS,OF_STEPS}`."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("scaled", scaled_steps, replace=True)
+
+
 def groups() -> dict[str, dict[str, str]]:
     """Return all packaged groups with their choices, and the comment that each choice starts with."""
     return {
@@ -55,6 +80,7 @@ def resolved(config: Any) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+    register_scaled_steps()
     try:
         config = config if OmegaConf.is_config(config) else OmegaConf.create(dict(config))
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # pyright: ignore[reportReturnType]

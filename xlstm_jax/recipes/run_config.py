@@ -65,15 +65,7 @@ class RunConfig(ConfigDict):
         )
 
     def __post_init__(self):
-        if (self.num_train_steps is None) == (self.num_epochs is None):
-            raise ConfigError(
-                f"num_train_steps is {self.num_train_steps} and num_epochs is {self.num_epochs}: set exactly one of "
-                "them, and the other to null."
-            )
-        for name in ("batch_size", "context_length", "num_train_steps", "num_epochs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}, but must be at least 1.")
+        check_lengths(vars(self))
         first = self.data.first
         for name, field in (("batch_size", "global_batch_size"), ("context_length", "max_target_length")):
             if getattr(first, field) not in (None, getattr(self, name)):
@@ -85,6 +77,26 @@ class RunConfig(ConfigDict):
             raise ConfigError(
                 f"data.vocab_size is {num_tokens}, but model.vocab_size is {limit}: set model.vocab_size alone."
             )
+
+
+def check_lengths(settings: Mapping[str, Any]) -> None:
+    """Refuse a wrong length of the run, of its batches or of their rows by its own name.
+
+    Other settings refer to these: without this check, errors would name those.
+
+    Args:
+        settings: The fields of a `RunConfig`.
+    """
+    for name in ("batch_size", "context_length", "num_train_steps", "num_epochs"):
+        value = build(int | None, settings.get(name), name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}, but must be at least 1.")
+    num_train_steps, num_epochs = settings.get("num_train_steps"), settings.get("num_epochs")
+    if (num_train_steps is None) == (num_epochs is None):
+        raise ConfigError(
+            f"num_train_steps is {num_train_steps} and num_epochs is {num_epochs}: set exactly one of them, and the "
+            "other to null."
+        )
 
 
 def build_run(values: Mapping[str, Any]) -> RunConfig:
@@ -106,6 +118,7 @@ def build_run(values: Mapping[str, Any]) -> RunConfig:
         if name not in known:
             meant = nearest(name, [*known, "experiment", "launcher"]) or f" There are: {', '.join(known)}."
             raise ConfigError(f"{name}: there is no such setting or group.{meant}")
+    check_lengths(values)
     merged: dict[str, Any] = {
         name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()
     }

@@ -335,6 +335,24 @@ def test_a_step_is_validated_once():
     assert [start.split()[3] for start in starts] == ["2", "3"]
 
 
+@pytest.mark.parametrize(
+    ("every", "validated"), [({"check_val_every_n_steps": 2}, ["2", "3"]), ({"check_val_every_n_epoch": 2}, ["3"])]
+)
+def test_a_run_is_validated_after_its_last_step(every, validated):
+    settings = {"check_val_every_n_epoch": -1, "check_val_at_end": True, **every}
+    trainer = make_trainer(path=None, logger=LoggerConfig(), callbacks=[RecorderConfig()], **settings)
+    val_loader = SizedTokenLoader(trainer.mesh, seed=1, num_batches=1)
+    trainer.train_model(TokenLoader(trainer.mesh), val_loader, num_train_steps=3)
+    starts = [call for call in trainer.callbacks[0].calls if call.startswith("validation") and call.endswith("starts")]
+    assert [start.split()[3] for start in starts] == validated
+
+
+def test_a_run_without_validations_has_none_at_its_end():
+    trainer = make_trainer(check_val_every_n_epoch=-1, check_val_at_end=True, logger=None)
+    val_loader = SizedTokenLoader(trainer.mesh, seed=1, num_batches=1)
+    assert trainer.train_model(TokenLoader(trainer.mesh), val_loader, num_train_steps=1) == {}
+
+
 def test_a_callback_can_end_a_run():
     trainer = make_trainer(callbacks=[RecorderConfig()], logger=None)
     trainer.callbacks[0].on_training_step = lambda metrics, epoch, step: setattr(trainer, "should_stop", step == 3)

@@ -175,7 +175,10 @@ def test_end_lr_and_its_factor_mean_the_same():
         ({"cooldown_lr": -1e-3}, "cooldown_lr is -0.001"),
         ({"name": "linear", "decay_steps": 10, "end_lr": -1.0}, "end_lr is -1.0"),
         ({"name": "linear", "decay_steps": 10, "end_lr_factor": -0.1}, "end_lr_factor is -0.1"),
-        ({"decay_steps": 10, "warmup_steps": 6, "cooldown_steps": 5}, "less than warmup_steps 6"),
+        (
+            {"decay_steps": 10, "warmup_steps": 6, "cooldown_steps": 5},
+            "warmup_steps 6 plus cooldown_steps 5 are more than decay_steps 10",
+        ),
         ({"cooldown_steps": 5}, "must have an end"),
         ({"name": "linear"}, "must have an end"),
         ({"name": "cosine_decay", "decay_steps": None}, "must have an end"),

@@ -32,6 +32,8 @@ class TrainerConfig(ConfigDict):
     """Validate after every n-th epoch; below 1, after none."""
     check_val_every_n_steps: int = -1
     """Validate after every n-th step; below 1, after none."""
+    check_val_at_end: bool = False
+    """Validate after the last step too, if a run validates at all."""
     check_for_nan: bool = True
     """Look for bad steps, and for NaN in what is logged."""
     bad_steps: BadStepConfig = dataclasses.field(default_factory=BadStepConfig)

@@ -466,7 +466,8 @@ class TrainerModule(Validation):
             self.on_training_step(self.train_metrics, epoch_idx, step)
             is_logged = self.logger.is_due(step)
             self.train_metrics = self.logger.log_step(self.train_metrics, step)
-            is_validated = self._is_due(step, config.check_val_every_n_steps) and val_loader is not None
+            is_due = self._is_due(step, config.check_val_every_n_steps) or self._is_validated_at_end(plan)
+            is_validated = is_due and val_loader is not None
             if self._has_gone_bad(is_logged=is_logged, may_wait=is_validated):
                 return _Outcome.BAD_STEP
             if is_logged:

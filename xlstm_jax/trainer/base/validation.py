@@ -37,7 +37,7 @@ class Validation(Evaluation, BadStepHandling):
             return
         epoch_idx = plan.epoch_at(self.num_drawn - 1, self.num_epochs_finished)
         with self.logger.logs_again(step):
-            if self._is_due(step, config.check_val_every_n_steps):
+            if self._is_due(step, config.check_val_every_n_steps) or self._is_validated_at_end(plan):
                 results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
             elif self._has_ended(plan, epoch_idx) and self._is_due(epoch_idx, config.check_val_every_n_epoch):
                 results[f"val_epoch_{epoch_idx}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
@@ -56,6 +56,13 @@ class Validation(Evaluation, BadStepHandling):
     def _epoch_idx(self, plan: Plan) -> int:
         """Return the index of the epoch that the next batch belongs to."""
         return plan.epoch_at(self.num_drawn, self.num_epochs_finished)
+
+    def _is_validated_at_end(self, plan: Plan) -> bool:
+        """Tell whether the step is the last one of a run that is validated at its end."""
+        config = self.trainer_config
+        validates = config.check_val_every_n_steps > 0 or config.check_val_every_n_epoch > 0
+        is_end = self.global_step >= plan.num_train_steps or self.should_stop
+        return config.check_val_at_end and validates and is_end
 
     @staticmethod
     def _is_due(index: int, every: int) -> bool:

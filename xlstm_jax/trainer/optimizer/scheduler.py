@@ -138,8 +138,8 @@ def _check_lengths(config: SchedulerConfig) -> None:
             )
     elif _num_main_steps(config) < 0:
         raise ConfigError(
-            f"decay_steps {config.decay_steps} is less than warmup_steps {config.warmup_steps} plus cooldown_steps "
-            f"{config.cooldown_steps}. decay_steps counts the whole schedule: raise it, or shorten the others."
+            f"warmup_steps {config.warmup_steps} plus cooldown_steps {config.cooldown_steps} are more than decay_steps "
+            f"{config.decay_steps}, the whole schedule (num_train_steps in recipes): lower them, or raise it."
         )
 
 
