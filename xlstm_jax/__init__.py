@@ -1,3 +1,3 @@
-"""xLSTM language models in JAX: train, evaluate, sample, serve and convert."""
+"""xLSTM language models in JAX: train, evaluate and sample."""
 
 __version__ = "0.1.0"

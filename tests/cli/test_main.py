@@ -58,6 +58,24 @@ def test_a_wrong_call_is_a_usage_error(argv, capsys):
     assert "usage: xlstm-jax" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option_shows_the_usage_of_the_command(command, capsys):
+    given = {"report": ["run"], "resume": ["run"], "generate": ["run"], "checkpoints": ["run"]}.get(command, [])
+    given = ["texts", "--output", "shards"] if command == "prepare" else given
+    with pytest.raises(SystemExit) as stop:
+        main([command, *given, "--no-such-option"])
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"usage: xlstm-jax {command} ")
+    assert shown.endswith("unrecognized arguments: --no-such-option\n")
+
+
+def test_only_the_run_is_required_to_resume(capsys):
+    with pytest.raises(SystemExit):
+        main(["resume"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: RUN\n")
+
+
 def test_a_command_that_is_stopped_has_the_code_of_its_signal_and_no_traceback(capsys, monkeypatch, tmp_path):
     def stop(*_, **__):
         raise KeyboardInterrupt

@@ -58,15 +58,17 @@ def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="xlstm-jax", description="xLSTM language models in JAX.", epilog=EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"xlstm-jax {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
+    chosen = parser
     for name, summary in COMMANDS.items():
         command_parser = commands.add_parser(name, help=summary, description=f"xlstm-jax {name}: {summary}.")
         if argv[:1] == [name]:
             command = importlib.import_module(f"xlstm_jax.cli.{name}")
             command.add_arguments(command_parser)
             command_parser.set_defaults(run=command.run)
+            chosen = command_parser
     args, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        chosen.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # argparse takes only those words for settings that stand before the first option
         args.overrides += rest
     if argv[:1] and argv[0] in USES_DEVICES:

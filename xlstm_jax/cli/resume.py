@@ -12,7 +12,9 @@ from xlstm_jax.recipes.compose import change
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the arguments of the command."""
     parser.add_argument("run_folder", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as num_train_steps")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings to change, such as num_train_steps"
+    )
     parser.add_argument(
         "--step",
         type=checkpoint_step,
