@@ -54,7 +54,7 @@ def test_what_is_no_run_is_skipped_with_a_line_that_names_it(run, tmp_path, caps
 
 def test_without_any_run_there_is_no_page(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main("none", "nothing") == 1
+    assert main("none", "nothing") == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err.count("\n")) == ("", 2)
     assert not (tmp_path / "report.html").exists()

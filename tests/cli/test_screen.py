@@ -4,13 +4,43 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+
 from xlstm_jax.cli.header import describe_end
-from xlstm_jax.cli.screen import as_command
+from xlstm_jax.cli.screen import as_command, as_value, describe_error
 
 
 def test_a_command_is_what_a_shell_reads_as_its_words():
     words = ["resume", Path("my runs/größe"), "callbacks=[default]", "name=it's mine"]
     assert shlex.split(as_command(*words)) == ["xlstm-jax", *map(str, words)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("out", "/x/y-z.1", "my runs", "größe", "it's", "a,b", "[x]", "a=b", "12", "1e5", ".5", "null", "True", ""),
+        *("C:\\x", "${a}", "tail\\", "both\\'s", "~/here", "$HOME"),
+    ],
+)
+def test_a_value_is_read_by_hydra_as_the_text_that_it_is(text):
+    override = OverridesParser.create().parse_override(f"++key={as_value(text)}")
+    value = override.value()
+    assert (value.text if isinstance(value, QuotedString) else value) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("two\n  lines"), "two lines"),
+        (FileNotFoundError(2, "No such file or directory", "a.txt"), "a.txt: No such file or directory."),
+        (OSError("by a library"), "by a library"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_an_error_is_one_line_without_the_name_of_its_class(error, line):
+    assert describe_error(error) == line
 
 
 def test_the_commands_after_a_run_can_be_copied(tmp_path, monkeypatch, unchecked_shapes):

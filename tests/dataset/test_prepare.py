@@ -566,7 +566,7 @@ def test_a_tokenizer_is_either_trained_or_given(source, output):
 
 def test_another_tokenizer_in_the_folder_is_refused(source, output):
     prepare_here(source, output, train_vocab_size=280)
-    with pytest.raises(ValueError, match=r"vocab_size: 280 there, 290 here(\n|.)*--tokenizer"):
+    with pytest.raises(ValueError, match=r"vocab_size: 280 there, 290 here.*--tokenizer"):
         prepare_here(source, output, train_vocab_size=290)
     prepare_here(source, output, train_vocab_size=290, overwrite=True)
     assert read_manifest(output / "train").vocab_size == 290

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 import xlstm_jax
-from xlstm_jax.cli.screen import as_typed, complain, show
+from xlstm_jax.cli.screen import as_typed, complain, describe_error, show
 
 PACKAGE = Path(xlstm_jax.__file__).parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         complain("Stopped; there are no results of what was running.")
         return 130
     except OSError as error:
-        complain(f"{type(error).__name__}: {error}")
+        complain(describe_error(error))
         return 1
     return 0 if all(successes) else 1
 

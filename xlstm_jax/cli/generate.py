@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, checkpoint_step, find_run
-from xlstm_jax.cli.screen import complain, show
+from xlstm_jax.cli.screen import complain, describe_error, show
 from xlstm_jax.configs import ConfigError
 
 BEST = "best"
@@ -55,11 +55,8 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         complain(str(error))
         return 2
-    except ValueError as error:
-        complain(str(error))
-        return 1
-    except (ImportError, OSError) as error:
-        complain(f"{type(error).__name__}: {error}")
+    except (ImportError, OSError, ValueError) as error:
+        complain(describe_error(error))
         return 1
     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if len(prompts) > 1:
@@ -161,6 +158,8 @@ def _load_tokenizer(path: str) -> Any:
     try:
         return load_tokenizer(path, add_bos=False, add_eos=False)
     except (OSError, ValueError) as error:
+        if Path(path).exists():
+            raise
         raise ConfigError(
             f"The tokenizer {path!r} is neither a path, looked for from {Path.cwd()}, nor a name on the hub that can "
             "be loaded: give it with --tokenizer, or go to the folder where the run was started."

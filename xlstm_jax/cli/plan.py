@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.cli.screen import as_command, complain, show
+from xlstm_jax.cli.screen import as_command, complain, describe_error, show
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import compose
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         complain(str(error))
         return 2
     except (OSError, ValueError) as error:
-        complain(f"{type(error).__name__}: {error}")
+        complain(describe_error(error))
         return 1
 
 

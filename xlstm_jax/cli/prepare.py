@@ -5,7 +5,9 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
-from xlstm_jax.cli.screen import complain, show
+from xlstm_jax.cli.screen import as_command, as_value, complain, describe_error, show
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.token_shards import Manifest
 
@@ -74,8 +76,11 @@ def run(args: argparse.Namespace) -> int:
         options["max_document_bytes"] = None
     try:
         manifests = prepare(**options)
+    except ConfigError as error:
+        complain(str(error))
+        return 2
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        complain(f"{type(error).__name__}: {error}")
+        complain(describe_error(error))
         return 1
     except KeyboardInterrupt:
         complain("Stopped. The same command goes on from here.")
@@ -85,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe_result(output: Path, manifests: Mapping[str, Manifest]) -> str:
-    """Say in a line what has been written, and how to train on it."""
+    """Say what has been written, a line for each split, and how to train on it."""
     parts = []
     for name, manifest in manifests.items():
         skipped = ", ".join(f"{count} × {reason}" for reason, count in manifest.skipped.items())
@@ -94,8 +99,17 @@ def _describe_result(output: Path, manifests: Mapping[str, Manifest]) -> str:
             f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
             + (f", left out: {skipped}" if skipped else "")
         )
+    return "\n".join([*parts, f"Train on it:  {_train_command(output, manifests)}"])
+
+
+def _train_command(output: Path, manifests: Mapping[str, Manifest]) -> str:
+    """Return the command that trains on what has been written: on the only split, or on that for training."""
     tokenizer_path = next(iter(manifests.values())).tokenizer_path
-    return (
-        f"{'; '.join(parts)}. Train on it with GrainArrayRecordsDataConfig(data_path=Path({str(output)!r}), "
-        f"tokenize_data=False, tokenizer_path={tokenizer_path!r}, ...)."
-    )
+    words = ["data=prepared", f"data.data_path={as_value(output)}"]
+    if tokenizer_path != BYTE_TOKENIZER:
+        words.append(f"data.tokenizer_path={as_value(Path(tokenizer_path))}")
+    if "train" not in manifests:
+        words.append(f"data.train.split={next(iter(manifests))}")
+    if "validation" not in manifests:
+        words.append("data.validation=null")
+    return as_command("train", *words)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, find_run
-from xlstm_jax.cli.screen import complain, show
+from xlstm_jax.cli.screen import complain, describe_error, show
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.trainer.report.page import write_report
 from xlstm_jax.trainer.report.run_files import has_metrics, read_runs
@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
         write_report(runs, output)
     except ConfigError as error:
         complain(str(error))
-        return 1
+        return 2
     except (OSError, ValueError) as error:
-        complain(f"{type(error).__name__}: {error}")
+        complain(describe_error(error))
         return 1
     show(str(output))
     return 0

@@ -38,6 +38,8 @@ def find_run(name: str, outputs: Path) -> Path:
     if name == LATEST:
         return find_latest(outputs)
     folder = Path(name)
+    if folder.is_file():
+        raise ConfigError(f"{name} is a file: give the folder of a run, or `latest`.")
     if not folder.is_dir():
         raise ConfigError(f"There is no folder {name}: give the folder of a run, or `latest`.")
     return folder if is_run(folder) else find_latest(folder)

@@ -1,5 +1,6 @@
 """What commands say, to people and to other programs."""
 
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+HYDRA_WORDS = ("true", "false", "null", "inf", "nan")
+"""What Hydra takes for no text, in any case."""
 CLOSED_STDOUT = 128 + signal.SIGPIPE
 
 
@@ -33,9 +36,25 @@ def complain(message: str) -> None:
     Screen(stderr=True, highlight=False, markup=False, soft_wrap=True).print(message)
 
 
+def describe_error(error: BaseException) -> str:
+    """Return in one line what an error says, without the name of its class unless it says nothing else."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}."
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def as_typed(path: Path) -> str:
     """Return a path as one would type it: from the current folder, if it lies there."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def as_value(text: str | Path) -> str:
+    """Return a text or a path as the value of a setting, quoted if Hydra would take it apart."""
+    plain = as_typed(text) if isinstance(text, Path) else text
+    if re.fullmatch(r"[A-Za-z_/][A-Za-z0-9_/.:@%+-]*", plain) and plain.lower() not in HYDRA_WORDS:
+        return plain
+    escaped = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), plain)
+    return f"'{escaped}'"
 
 
 def as_command(*words: str | Path) -> str:

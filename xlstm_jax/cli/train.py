@@ -14,7 +14,7 @@ from typing import Any
 
 from xlstm_jax.cli.gpu_memory import set_memory_fraction
 from xlstm_jax.cli.interrupts import exit_on_ctrl_c
-from xlstm_jax.cli.screen import as_command, as_typed, complain, show
+from xlstm_jax.cli.screen import as_command, as_typed, complain, describe_error, show
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import (
     GROUPS_FOLDER,
@@ -235,7 +235,7 @@ def _open(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | Non
     except (ImportError, OSError, ValueError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
-        raise CannotOpenError(f"{type(error).__name__}: {error}") from error
+        raise CannotOpenError(describe_error(error)) from error
 
 
 def _describe_groups() -> str:

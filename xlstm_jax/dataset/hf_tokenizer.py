@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER, ByteTokenizer, FileTokenizer, tokenizer_file
 
 _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
@@ -32,6 +33,11 @@ def load_tokenizer(
     if str(tokenizer_path) == BYTE_TOKENIZER:
         return ByteTokenizer(add_bos, add_eos)
     file = tokenizer_file(tokenizer_path)
+    is_local = Path(tokenizer_path).exists()
+    if not is_local and _is_path(str(tokenizer_path)):
+        raise ConfigError(
+            f"There is no tokenizer at {tokenizer_path}: give a folder with a tokenizer.json, or that file."
+        )
     try:
         auto_tokenizer = _import_auto_tokenizer()
     except ImportError as error:
@@ -43,13 +49,24 @@ def load_tokenizer(
         return FileTokenizer(file, add_bos, add_eos)
     if file is not None and file.name != "tokenizer.json":
         return FileTokenizer(file, add_bos, add_eos)
-    return auto_tokenizer.from_pretrained(
-        str(tokenizer_path if file is None else file.parent),
-        add_bos_token=add_bos,
-        add_eos_token=add_eos,
-        token=hf_access_token,
-        cache_dir=cache_dir,
-    )
+    try:
+        return auto_tokenizer.from_pretrained(
+            str(tokenizer_path if file is None else file.parent),
+            add_bos_token=add_bos,
+            add_eos_token=add_eos,
+            token=hf_access_token,
+            cache_dir=cache_dir,
+        )
+    except Exception as error:  # Of a file that is no tokenizer, the library raises nothing more specific.
+        if not is_local:
+            raise
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"{tokenizer_path} holds no tokenizer that can be read: {cause}") from error
+
+
+def _is_path(text: str) -> bool:
+    """Tell whether a text cannot be a name on the hub, which is `name` or `owner/name`."""
+    return Path(text).is_absolute() or text.startswith((".", "~")) or text.endswith(".json") or text.count("/") > 1
 
 
 def _import_auto_tokenizer() -> Any:

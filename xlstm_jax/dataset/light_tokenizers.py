@@ -9,10 +9,16 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from xlstm_jax.configs import ConfigError
+
 BYTE_TOKENIZER = "byte"
 """The path that names the tokenizer of bytes."""
 END_OF_DOCUMENT = "<|endoftext|>"
 """How tokenizers that are trained here write the end of a document."""
+
+
+MOST_TOKENS = 2**22
+"""The largest vocabulary that is trained: memory for all of it is allocated, and usual ones have up to 2**18."""
 
 
 class LightTokenizer(abc.ABC):
@@ -110,8 +116,8 @@ class FileTokenizer(LightTokenizer):
         super().__init__(add_bos, add_eos)
         file = tokenizer_file(path)
         if file is None:
-            raise ValueError(f"There is no tokenizer.json at {path}.")
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            raise ConfigError(f"There is no tokenizer.json at {path}.")
+        self._tokenizer = _read_tokenizer(file)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = config_file(file)
@@ -137,6 +143,15 @@ class FileTokenizer(LightTokenizer):
         return None if content is None else self._tokenizer.token_to_id(content)
 
 
+def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # The library raises nothing more specific.
+        raise ConfigError(
+            f"{file} is no tokenizer that can be read: {error}. Give another one, or make it anew."
+        ) from error
+
+
 def tokenizer_file(path: str | Path) -> Path | None:
     """Return the `tokenizer.json` that a path names or holds, if there is one."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
@@ -160,7 +175,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Path
         The folder.
     """
     if vocab_size < 257:
-        raise ValueError(f"vocab_size is {vocab_size}, but 256 bytes and the end of a document need at least 257.")
+        raise ConfigError(f"vocab_size is {vocab_size}, but 256 bytes and the end of a document need at least 257.")
+    if vocab_size > MOST_TOKENS:
+        raise ConfigError(f"vocab_size is {vocab_size}, but must be at most {MOST_TOKENS}.")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER, train_tokenizer
 from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.text_files import BEGINNING, BadDataPolicy, BadDocument, OnBadData, Position
@@ -110,9 +112,11 @@ def prepare(
         ValueError: There is something wrong with a document or an option, or the folder was prepared otherwise.
     """
     paths = [os.fspath(path) for path in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
+    if not os.fspath(output):
+        raise ConfigError("output is empty: name a folder.")
     output = Path(output)
     if num_workers is not None and num_workers < 0:
-        raise ValueError(f"num_workers is {num_workers}, but must be 0 or more.")
+        raise ConfigError(f"num_workers is {num_workers}, but must be 0 or more.")
     splits = open_splits(
         paths,
         split=split,
@@ -122,10 +126,12 @@ def prepare(
         max_document_bytes=max_document_bytes,
     )
     if train_vocab_size is not None and tokenizer_path != BYTE_TOKENIZER:
-        raise ValueError(f"A tokenizer is to be trained, but there is one: {tokenizer_path}. Leave one of them out.")
+        raise ConfigError(f"A tokenizer is to be trained, but there is one: {tokenizer_path}. Leave one of them out.")
     shard_bytes = None if shard_megabytes is None else _count_bytes("shard_megabytes", shard_megabytes)
     train_bytes = _count_bytes("train_megabytes", train_megabytes)
     _check_apart(splits, output)
+    if any(part.name == _TOKENIZER_FOLDER for part in splits):
+        raise ConfigError(f"split is {_TOKENIZER_FOLDER!r}, but that folder is for a tokenizer: choose another name.")
     with _locked(output):
         if train_vocab_size is not None:
             tokenizer_path = output / _TOKENIZER_FOLDER
@@ -143,7 +149,7 @@ def prepare(
 
 def _count_bytes(name: str, megabytes: float | int) -> int:
     if not 1 <= megabytes * _MEGABYTE < math.inf:
-        raise ValueError(f"{name} is {megabytes}, but must be a number that makes at least one byte.")
+        raise ConfigError(f"{name} is {megabytes}, but must be a number that makes at least one byte.")
     return int(megabytes * _MEGABYTE)
 
 
@@ -397,17 +403,22 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 def _find_differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     names = sorted({*earlier, *now} - {"paths"})  # where files lie does not matter
     return [
-        f"  {name}: {earlier.get(name, 'unknown')} there, {now.get(name, 'unknown')} here"
+        f"{name}: {_short(earlier.get(name, 'unknown'))} there, {_short(now.get(name, 'unknown'))} here"
         for name in names
         if earlier.get(name) != now.get(name)
     ]
 
 
-def _prepared_otherwise(folder: Path, differences: Sequence[str], way_out: str) -> ValueError:
-    lines = "\n".join(differences)
-    return ValueError(
-        f"{folder} has been prepared otherwise:\n{lines}\nTo go on with it, give the same options; to replace it, set "
-        f"overwrite (--overwrite); or {way_out}."
+def _short(value: Any) -> str:
+    """Return a value for a message, of a hash only its first digits."""
+    text = str(value)
+    return f"{text[:12]}..." if re.fullmatch("[0-9a-f]{40,}", text) else text
+
+
+def _prepared_otherwise(folder: Path, differences: Sequence[str], way_out: str) -> ConfigError:
+    return ConfigError(
+        f"{folder} has been prepared otherwise ({'; '.join(differences)}). To go on with it, give the same options; to "
+        f"replace it, set overwrite (--overwrite); or {way_out}."
     )
 
 

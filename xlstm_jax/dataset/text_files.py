@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from xlstm_jax.configs import ConfigError
+
 LOGGER = logging.getLogger(__name__)
 
 OnBadData = Literal["error", "skip"]
@@ -97,7 +99,7 @@ class TextFiles:
         max_document_bytes: int | None = 65536,
     ):
         if max_document_bytes is not None and max_document_bytes < _SHORTEST_DOCUMENT:
-            raise ValueError(f"max_document_bytes is {max_document_bytes}, but must be at least {_SHORTEST_DOCUMENT}.")
+            raise ConfigError(f"max_document_bytes is {max_document_bytes}, but must be at least {_SHORTEST_DOCUMENT}.")
         paths = [path] if isinstance(path, str | os.PathLike) else path
         self._paths = [os.fspath(part) for part in paths]
         self.files = tuple(dict.fromkeys(file for part in self._paths for file in _find_files(part)))

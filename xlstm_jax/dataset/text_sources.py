@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.text_documents import ColumnTexts, is_saved_dataset
 from xlstm_jax.dataset.text_files import (
     BEGINNING,
@@ -152,12 +153,16 @@ def open_splits(
     max_document_bytes: int | None,
 ) -> list[Split]:
     """Open what `prepare` is to read, as it describes these arguments."""
+    if not paths or "" in paths:
+        raise ConfigError("A source is empty: name files, folders or patterns of text.")
 
     def open_source(name: str) -> TextSource:
         if len(paths) == 1:
             path = paths[0]
             if path == STANDARD_LIBRARY:
                 return _open_standard_library(name, on_bad_data, max_document_bytes)
+            if path == HUGGING_FACE:
+                raise ConfigError(f"{path!r} names no data set: write {HUGGING_FACE}OWNER/NAME.")
             if path.startswith(HUGGING_FACE) or is_saved_dataset(path):
                 return _open_dataset(path.removeprefix(HUGGING_FACE), name, column, on_bad_data)
             for folder in (Path(path, name), Path(path)):
@@ -172,13 +177,19 @@ def open_splits(
 
 
 def _split_names(paths: Sequence[str], split: str | None, validation_share: float | None) -> Sequence[str]:
+    if split is not None and (not split or split.startswith(".") or Path(split).name != split):
+        raise ConfigError(
+            f"split is {split!r}, but must be a name that a folder can have: without slashes and a dot first."
+        )
     has_own_splits = list(paths) == [STANDARD_LIBRARY]
     if validation_share is None:
         return [split] if split else _BOTH_SPLITS if has_own_splits else _BOTH_SPLITS[:1]
     if not 0 < validation_share < 1:
-        raise ValueError(f"validation_share is {validation_share}, but must be more than 0 and less than 1.")
-    if split or has_own_splits:
-        raise ValueError(f"validation_share makes two splits of one: leave it out, as the split is {split or 'fixed'}.")
+        raise ConfigError(f"validation_share is {validation_share}, but must be more than 0 and less than 1.")
+    if has_own_splits:
+        raise ConfigError(f"validation_share makes two splits of one, but {STANDARD_LIBRARY} has two: leave it out.")
+    if split:
+        raise ConfigError(f"validation_share makes two splits of one: leave it out, as the split is {split}.")
     return _BOTH_SPLITS
 
 
@@ -187,7 +198,7 @@ def _open_standard_library(split: str, on_bad_data: OnBadData, max_document_byte
     from xlstm_jax.dataset.standard_library import count_bytes, load_standard_library
 
     if split not in _BOTH_SPLITS:
-        raise ValueError(f"The standard library has no split {split!r}, only {' and '.join(_BOTH_SPLITS)}.")
+        raise ConfigError(f"The standard library has no split {split!r}, only {' and '.join(_BOTH_SPLITS)}.")
     corpus = load_standard_library()
     documents = corpus.train if split == "train" else corpus.validation
     max_bytes = max_document_bytes if split == "train" else None

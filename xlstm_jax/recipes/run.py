@@ -188,7 +188,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {error}") from error
+        raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file} holds no settings.")
     return settings
