@@ -20,6 +20,12 @@ class ConfigError(ValueError, AssertionError):
     """A setting that cannot be used; code that catches `ValueError` or `AssertionError` catches it."""
 
 
+def check_seed(name: str, seed: int) -> None:
+    """Raise unless a seed is one of those that JAX tells from all others: of larger ones it takes the lower half."""
+    if not -(2**31) <= seed < 2**32:
+        raise ConfigError(f"{name} is {seed}, but must be from -2147483648 to 4294967295.")
+
+
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class ConfigDict:
     """Base of all configs: a dataclass with keyword arguments that can be written as a plain dictionary."""

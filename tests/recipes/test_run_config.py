@@ -125,6 +125,17 @@ def test_a_model_of_another_class_takes_its_own_config():
         ("scheduler.warmup_steps=1001", "scheduler: warmup_steps 1001 plus cooldown_steps 0 are more than decay_steps"),
         ("data.global_batch_size=8", "batch_size is 16, but data.global_batch_size is 8: set batch_size alone."),
         ("model.model_class=math.pi", "model.model_class: 'math.pi' is no class or function."),
+        ("callbacks.mine={}", "callbacks.mine: _target_ is not set: name the class, such as xlstm_jax.trainer.callb"),
+        ("callbacks.mine.every_n_steps=3", "callbacks.mine: _target_ is not set: name the class"),
+        ("logger.log_tools=[{}]", "logger.log_tools.0: _target_ is not set: name the class, such as xlstm_jax.trainer"),
+        (
+            "trainer.seed=1180591620717411303424",
+            "trainer: seed is 1180591620717411303424, but must be from -2147483648",
+        ),
+        ("trainer.seed_eval=4294967296", "trainer: seed_eval is 4294967296, but must be from"),
+        ("name=", "name is '', but must be the name of a folder in outputs."),
+        ("name=../there", "name is '../there', but must be the name of a folder in outputs."),
+        ("scheduler.lr=1,2", "Ambiguous value for argument 'scheduler.lr=1,2'"),
         ("=", "'=' is no key=value or group=choice:"),
     ],
 )

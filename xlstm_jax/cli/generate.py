@@ -8,7 +8,7 @@ from typing import Any
 
 from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, checkpoint_step, find_run
 from xlstm_jax.cli.screen import complain, describe_error, show
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, check_seed
 
 BEST = "best"
 
@@ -76,6 +76,7 @@ def _check(args: argparse.Namespace) -> None:
     for name, (value, is_right, rule) in rules.items():
         if not is_right:
             raise ConfigError(f"{name} is {value}, but must be {rule}.")
+    check_seed("--seed", args.seed)
 
 
 def continue_texts(

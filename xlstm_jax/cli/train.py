@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     except ConfigError as error:
         complain(str(error))
         return WRONG_SETTING
-    except CannotOpenError as error:
+    except RunFailedError as error:
         complain(str(error))
         return 1
     except TrainingInterrupted as stop:
@@ -192,18 +192,20 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
 def _train_if_it_fits(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None, step: int) -> Any:
     """Open a run and train it; return `None` if its step did not fit and another choice is left to try."""
     from xlstm_jax.cli.header import describe_start
+    from xlstm_jax.recipes.run import open_run
     from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
     from xlstm_jax.utils.startup import STARTUP
 
-    opened = _open(settings, folder, notes, step)
-    try:
-        opened.compile()
-        show(describe_start(opened))
-        STARTUP.end("header")
-        opened.train()
-    except StepDoesNotFitError as error:
-        opened.close_without_room(error)
-        return None
+    with _errors_in_a_line(folder):
+        opened = open_run(settings, folder, notes, step)
+        try:
+            opened.compile()
+            show(describe_start(opened))
+            STARTUP.end("header")
+            opened.train()
+        except StepDoesNotFitError as error:
+            opened.close_without_room(error)
+            return None
     return opened
 
 
@@ -217,17 +219,17 @@ def _describe_early_stop(folder: Path) -> str:
     return f"{stopped} Start again with the same command, and in this folder with:  {where}"
 
 
-class CannotOpenError(Exception):
-    """The data, a folder or a package of a run is not as it has to be."""
+class RunFailedError(Exception):
+    """The data, a folder, a disk or a package of a run is not as it has to be."""
 
 
-def _open(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None, step: int) -> Any:
-    """Open a run; what is wrong with its data or its folder is said in a line, unless HYDRA_FULL_ERROR is set."""
-    from xlstm_jax.recipes.run import open_run
+@contextlib.contextmanager
+def _errors_in_a_line(folder: Path) -> Iterator[None]:
+    """Report what is wrong with data, folder or disk in a line, unless HYDRA_FULL_ERROR is set."""
     from xlstm_jax.trainer.callbacks.checkpointing import OtherSettingsError
 
     try:
-        return open_run(settings, folder, notes, step)
+        yield
     except ConfigError:
         raise
     except OtherSettingsError as error:
@@ -235,7 +237,7 @@ def _open(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | Non
     except (ImportError, OSError, ValueError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
-        raise CannotOpenError(describe_error(error)) from error
+        raise RunFailedError(describe_error(error)) from error
 
 
 def _describe_groups() -> str:

@@ -22,9 +22,16 @@ from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, Iterabl
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.import_utils import resolve_import
+from xlstm_jax.trainer.callbacks.callback import CallbackConfig
+from xlstm_jax.trainer.logger.base_logger import LoggerToolsConfig
 
 TARGET = "_target_"
 """The key under which a mapping names the class that it describes."""
+NAMED_CLASSES: dict[type, str] = {
+    CallbackConfig: "xlstm_jax.trainer.callbacks.ModelCheckpointConfig",
+    LoggerToolsConfig: "xlstm_jax.trainer.logger.FileLoggerConfig",
+}
+"""Classes that make nothing themselves, so that a mapping has to name one that does; with an example of each."""
 
 
 def build(annotation: Any, values: Any, where: str = "") -> Any:
@@ -180,6 +187,8 @@ def _make_config_reader(made: cattrs.Converter, config_class: Any) -> Callable[[
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(f"fields of a {config_class.__name__} are needed, not {value!r}.")
+        if TARGET not in value and config_class in NAMED_CLASSES:
+            raise ConfigError(f"{TARGET} is not set: name the class, such as {NAMED_CLASSES[config_class]}.")
         if TARGET not in value:
             return read_fields(value, config_class)
         target = _read_callable(value[TARGET], type)

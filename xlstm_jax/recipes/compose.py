@@ -173,7 +173,7 @@ def _check_choice(group: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).replace("'++", "'").split())  # Users write no sign before what they set.
 
 
 def _first_comment(path: Path) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import yaml
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -21,10 +22,12 @@ from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.text_measures import TextMeasures, measure_text
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
+from xlstm_jax.recipes.build import nearest
 from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
 from xlstm_jax.recipes.compose import resolved
 from xlstm_jax.recipes.data import DataRecipe
 from xlstm_jax.recipes.lock import locked
+from xlstm_jax.recipes.memory_check import check_memory
 from xlstm_jax.recipes.performance import Performance, describe_devices, reject, resolve_performance
 from xlstm_jax.recipes.processes import from_first_process
 from xlstm_jax.recipes.rejected import RejectedFolder
@@ -36,6 +39,7 @@ from xlstm_jax.trainer.llm.trainer import LLMTrainer
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
+from xlstm_jax.trainer.metrics import get_metrics
 from xlstm_jax.utils.startup import STARTUP
 
 LOGGER = logging.getLogger(__name__)
@@ -124,6 +128,7 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
         STARTUP.end("settings")
         mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
         enable_compilation_cache()
+        check_memory(config, mesh)
         STARTUP.end("devices")
         folder = Path(from_first_process(lambda: str(folder)))
         lock.enter_context(locked(folder))
@@ -148,6 +153,7 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
         )
         STARTUP.end("model")
         train_loader, val_loader = _open_loaders(data, trainer.mesh)
+        _check_monitored(trainer, val_loader)
         STARTUP.end("data")
         _load_state(trainer, config, train_loader, val_loader, step)
         STARTUP.end("checkpoint")
@@ -273,6 +279,23 @@ def _open_loaders(data: DataRecipe, mesh: Mesh) -> tuple[DataIterator, Any]:
         train = create_mixed_data_iterator(texts, mesh, data.weights, data.weights_at_steps)
     validation = {name: create_data_iterator(config, mesh) for name, config in data.validation.items()}
     return train, next(iter(validation.values())) if len(validation) == 1 else validation or None
+
+
+def _check_monitored(trainer: LLMTrainer, val_loader: Any) -> None:
+    """Refuse to monitor a metric that no validation will report, before the training."""
+    if val_loader is None:
+        return
+    sets = [f"{name}_" for name in val_loader] if isinstance(val_loader, Mapping) else [""]
+    _, metrics = get_metrics(jax.tree.map(jnp.ones_like, trainer.init_eval_metrics()), reset_metrics=False)
+    named = {f"{prefix}{name}": value for prefix in sets for name, value in metrics.items()}
+    reported = sorted({*trainer.get_metric_postprocess_fn()(named), "epoch_time"})
+    for callback in trainer.trainer_config.callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if monitor is not None and monitor not in reported:
+            raise ConfigError(
+                f"callbacks: {type(callback).__name__} is to monitor {monitor!r}, but validations report "
+                f"{', '.join(reported)}: set monitor to one of them.{nearest(monitor, reported)}"
+            )
 
 
 def _load_state(trainer: LLMTrainer, config: RunConfig, train_loader: DataIterator, val_loader: Any, step: int) -> None:

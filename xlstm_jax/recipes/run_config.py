@@ -66,6 +66,8 @@ class RunConfig(ConfigDict):
 
     def __post_init__(self):
         check_lengths(vars(self))
+        if not self.name or ".." in Path(self.name).parts or Path(self.name).is_absolute():
+            raise ConfigError(f"name is {self.name!r}, but must be the name of a folder in outputs.")
         first = self.data.first
         for name, field in (("batch_size", "global_batch_size"), ("context_length", "max_target_length")):
             if getattr(first, field) not in (None, getattr(self, name)):
@@ -164,7 +166,8 @@ def _read_model(values: Mapping[str, Any]) -> ModelConfig:
     model_class = build(Callable, fields.pop("model_class"), "model.model_class")
     config_class = typing.get_type_hints(model_class).get("config")
     if config_class is None:
-        raise ConfigError(f"model.model_class: {model_class} has no annotated field `config` that names its config.")
+        name = values["model_class"]
+        raise ConfigError(f"model.model_class: {name!r} has no annotated field `config` that names its config.")
     model_config = build(config_class, fields, "model")
     return ModelConfig(model_class=model_class, parallel=model_config.parallel, model_config=model_config)
 

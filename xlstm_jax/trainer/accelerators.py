@@ -5,12 +5,23 @@ NVIDIA, bfloat16 on TPU. Memory is in decimal gigabytes, of which devices have a
 those of one direction.
 """
 
+import contextlib
 import dataclasses
+import os
+from pathlib import Path
 
 GB = 1e9
 TERA = 1e12
 HOPPER_KINDS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200")
 BLACKWELL_KINDS = ("NVIDIA B200", "NVIDIA GB200")
+
+
+def host_memory() -> int:
+    """Return the bytes of memory of this machine, or of the container that this process runs in."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # There is no limit, or no such file.
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
 
 
 @dataclasses.dataclass(frozen=True)

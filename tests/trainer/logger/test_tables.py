@@ -67,6 +67,21 @@ def test_a_torn_line_of_any_length_is_dropped(tmp_path, length):
     assert path.read_text() == '{"step": 1}\n'
 
 
+def test_lines_that_are_no_rows_do_not_keep_a_run_from_resuming(table):
+    with table.path.open("ab") as file:
+        file.write(b"garbage \xff\x00 {\n" + b"[" * 100_000 + b"\n")
+    table.append({"step": 2, "x": "newer"})
+    again = type(table)(table.path)
+    assert again.has_after("step", 1)
+    again.drop_after("step", 1)
+    assert not again.has_after("step", 1)
+    again.append({"step": 2, "x": "new", "y": 1.0})
+    text = table.path.read_bytes().decode(errors="replace")
+    assert "old" in text
+    assert "newer" not in text
+    assert "new" in text
+
+
 def test_a_file_that_is_one_torn_line_starts_anew(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("step,lo")

@@ -31,6 +31,14 @@ def test_lines_that_are_no_rows_are_left_out(tmp_path):
     assert read_run(tmp_path).metrics["train"]["loss"] == Curve([1], [2.0])
 
 
+def test_lines_that_are_no_rows_are_logged(tmp_path, caplog):
+    (tmp_path / "file_logs").mkdir()
+    file = tmp_path / "file_logs/metrics_train.jsonl"
+    file.write_text('{"log_step": 1, "log_epoch": 1, "loss": 2.0}\ngarbage\n' + "[" * 100_000 + '\n{"log_step": 2')
+    assert read_run(tmp_path).metrics["train"]["loss"].steps == [1]
+    assert caplog.messages == [f"Left out what is no row of metrics in {file}: 2 lines, the first is 2."]
+
+
 def test_values_that_are_not_finite_are_gaps_and_those_that_are_no_numbers_are_left_out(tmp_path):
     row = {"nan": float("nan"), "null": None, "infinite": float("inf"), "text": "a", "array": [1, 2], "flag": True}
     write_rows(tmp_path, "train", {1: row})

@@ -1,7 +1,6 @@
 """Which devices this process has, and whether each can compute and all can speak with each other."""
 
 import functools
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from xlstm_jax.cli.checks.section import FAILED, PASSED, Section, first_line
 from xlstm_jax.cli.gpu_check import gpu_problem
 from xlstm_jax.cli.gpu_memory import LARGEST_FRACTION, VARIABLE, current_fraction
 from xlstm_jax.recipes.compilation_cache import describe_cache
+from xlstm_jax.trainer.accelerators import host_memory
 
 REDUCED_BYTES = 2**24
 """What each device brings to the all-reduce that is timed."""
@@ -63,7 +63,7 @@ def _memory(device: Any) -> str:
     if stats and "bytes_limit" in stats:
         return f"{stats.get('bytes_in_use', 0) / 2**30:.1f} of {stats['bytes_limit'] / 2**30:.1f} GiB used"
     if device.platform == "cpu":
-        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB, the host's"
+        return f"{host_memory() / 2**30:.1f} GiB, the host's"
     return "-"
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import get_args
 
 from xlstm_jax.common_types import LogMode
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import ConfigDict, ConfigError, check_seed
 from xlstm_jax.trainer.base.guard import BadStepConfig
 from xlstm_jax.trainer.callbacks.callback import CallbackConfig
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
@@ -51,6 +51,8 @@ class TrainerConfig(ConfigDict):
     seed_eval: int = 0
 
     def __post_init__(self):
+        for name in ("seed", "seed_eval"):
+            check_seed(name, getattr(self, name))
         if self.deterministic and self.debug:
             raise ConfigError("deterministic has no effect with debug, which compiles no step: set only one of them.")
         if self.gradient_accumulate_steps < 1:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, check_seed
 from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER
 from xlstm_jax.inference.sampling import temperature_sampling
@@ -49,6 +49,7 @@ class TextSamplesConfig(CallbackConfig):
             raise ConfigError("prompts is empty: give at least one text to continue.")
         if self.num_samples < 1:
             raise ConfigError(f"num_samples is {self.num_samples}: it has to be 1 or more.")
+        check_seed("seed", self.seed)
         if not self.temperature >= 0:  # NaN too
             raise ConfigError(f"temperature is {self.temperature}, but must be a number of at least 0.")
 

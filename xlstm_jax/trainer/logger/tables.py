@@ -97,7 +97,7 @@ class CsvTable:
             return
         limit = csv.field_size_limit(LONGEST_CELL)
         try:
-            with self.path.open(newline="", encoding="utf-8") as file:
+            with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
                 yield from csv.reader(file)
         finally:
             csv.field_size_limit(limit)
@@ -154,7 +154,7 @@ def _to_json(value: Any) -> str:
 def _is_later_line(line: bytes, key: str, step: int) -> bool:
     try:
         value = json.loads(line)[key]
-    except (ValueError, KeyError, TypeError):  # Not a row of ours, so not ours to drop.
+    except (ValueError, KeyError, TypeError, RecursionError):  # Not a row of ours, so not ours to drop.
         return False
     return isinstance(value, int | float) and value > step
 

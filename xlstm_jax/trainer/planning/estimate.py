@@ -5,14 +5,13 @@ The parts are added up, as if nothing overlapped. Rates are those of data sheets
 
 import dataclasses
 import math
-import os
 import time
 
 import jax
 import numpy as np
 
 from xlstm_jax.models.cost import Flops, model_cost
-from xlstm_jax.trainer.accelerators import Accelerator
+from xlstm_jax.trainer.accelerators import Accelerator, host_memory
 from xlstm_jax.trainer.base.run_metrics import measured_flops
 from xlstm_jax.trainer.planning.communication import Communication
 from xlstm_jax.trainer.planning.memory import PersistentMemory
@@ -101,8 +100,7 @@ def measured_cpu(num_devices: int) -> Accelerator:
     np.copyto(target, source)
     bandwidth = 2 * CPU_COPY_BYTES / (time.perf_counter() - start) / num_devices
     flops = measured_flops(jax.local_devices(backend="cpu")[0]) / num_devices
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_devices
-    return Accelerator("cpu", flops, flops, memory, bandwidth, bandwidth, bandwidth, num_devices)
+    return Accelerator("cpu", flops, flops, host_memory() / num_devices, bandwidth, bandwidth, bandwidth, num_devices)
 
 
 def _bandwidth(axes: tuple[str, ...], sizes: dict[str, int], accelerator: Accelerator) -> float:

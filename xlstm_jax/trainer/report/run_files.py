@@ -6,6 +6,7 @@ Nothing but metrics has to be there. What is missing, torn or not ours reads as 
 import ast
 import dataclasses
 import json
+import logging
 import re
 import urllib.parse
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from typing import Any
 import yaml
 
 from xlstm_jax.trainer.report.curves import Curve, finite_or_none, spread
+
+LOGGER = logging.getLogger(__name__)
 
 METRIC_FILES = "*/metrics_*.jsonl"
 FACT_MODES = ("dataset", "model", "parallel", "startup")
@@ -149,18 +152,22 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the steps and the metrics of rows, less lines that are torn.
+    """Return the steps and the metrics of rows, less lines that are none; these are logged.
 
-    A row begins with its step and its epoch, whatever they are called.
+    A row begins with its step and its epoch, whatever they are called. A last line without an end is being written.
     """
-    rows = []
+    rows, wrong = [], []
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             try:
                 (_, step), _, *metrics = json.loads(line).items()
                 rows.append((int(step), dict(metrics)))
-            except (ValueError, TypeError, AttributeError, OverflowError):
-                continue
+            except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+                wrong += [number] * line.endswith("\n")
+    if wrong:
+        LOGGER.warning(
+            "Left out what is no row of metrics in %s: %d lines, the first is %d.", path, len(wrong), wrong[0]
+        )
     return rows
 
 

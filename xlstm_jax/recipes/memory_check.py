@@ -1,0 +1,73 @@
+"""Refuse runs whose state or batch cannot fit: their sizes are known before anything is made."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset import LLMBatch
+from xlstm_jax.models.configs import ModelConfig
+from xlstm_jax.models.cost import model_cost
+from xlstm_jax.models.llama.config import LlamaConfig
+from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.recipes.performance import usable_memory
+from xlstm_jax.recipes.run_config import RunConfig
+from xlstm_jax.trainer.accelerators import host_memory
+from xlstm_jax.trainer.planning.footprint import state_bytes
+
+GIB = 2**30
+COPIES = 8
+"""No optimizer keeps so many numbers for each parameter: below its share of memory, a state need not be counted."""
+
+
+def check_memory(config: RunConfig, mesh: Mesh) -> None:
+    """Raise if parameters, optimizer and batch alone need more memory than the devices have.
+
+    Args:
+        config: The run.
+        mesh: Its devices. CPU devices of a process share the memory of the machine.
+
+    Raises:
+        ConfigError: It does not fit; the message names the settings.
+    """
+    limit = _memory_of_device(mesh)
+    if limit is None:
+        return
+    batch = LLMBatch.get_dtype_struct(config.batch_size, config.context_length)
+    num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // mesh.size
+    rule = f"more than the {limit / GIB:.1f} GiB of memory for each of {mesh.size} device(s)"
+    if num_bytes > limit:
+        raise ConfigError(
+            f"batch_size={config.batch_size} with context_length={config.context_length} needs {num_bytes / GIB:,.1f} "
+            f"GiB on each device for the tokens alone, {rule}: lower one of them."
+        )
+    shape: Any = config.model.model_config
+    if not isinstance(shape, XLSTMConfig | LlamaConfig):
+        return
+    parameters = _least_parameter_bytes(config.model, mesh)
+    needed, what = parameters, "parameters alone"
+    if limit >= parameters > limit / COPIES:
+        needed, what = state_bytes(config.setup(mesh.size)).persistent, "parameters, optimizer and batch"
+    if needed > limit:
+        raise ConfigError(
+            f"The model (model.embedding_dim={shape.embedding_dim}, model.num_blocks={shape.num_blocks}, "
+            f"model.vocab_size={shape.vocab_size}) needs {needed / GIB:,.1f} GiB on each device for {what}, {rule}: "
+            "make it smaller, or shard it over more devices with parallel=fsdp."
+        )
+
+
+def _memory_of_device(mesh: Mesh) -> int | None:
+    device = mesh.local_devices[0]
+    return host_memory() // len(mesh.local_devices) if device.platform == "cpu" else usable_memory(device)
+
+
+def _least_parameter_bytes(model: ModelConfig, mesh: Mesh) -> int:
+    """Return the bytes of parameters on a device if every axis that can splits all of them."""
+    parallel, shape = model.parallel, model.model_config
+    num_parts = mesh.shape[parallel.fsdp_axis_name] * mesh.shape[parallel.model_axis_name]
+    num_parts *= mesh.shape[parallel.pipeline_axis_name]
+    itemsize = jnp.dtype(shape.param_dtype).itemsize  # pyright: ignore[reportOptionalMemberAccess]
+    return model_cost(shape, sequence_length=2).parameters * itemsize // num_parts  # pyright: ignore[reportArgumentType]
