@@ -193,7 +193,7 @@ def model_config(options: argparse.Namespace) -> XLSTMConfig:
     return published(
         "xLSTM-7B",
         **{name: value for name, value in shape.items() if value is not None},
-        chunk_size=options.chunk_size,
+        **({"chunk_size": options.chunk_size} if options.backend in ("auto", "chunkwise") else {}),
         mlstm_backend=options.backend,
         dtype="bfloat16",
         param_dtype="bfloat16",

@@ -82,7 +82,7 @@ def build(options: argparse.Namespace, folder: str, optimizer: OptimizerConfig) 
         remat=options.remat,
         scan_blocks=not options.unrolled,
         mlstm_backend=options.backend,
-        chunk_size=options.chunk_size,
+        **({"chunk_size": options.chunk_size} if options.backend in ("auto", "chunkwise") else {}),
         float8=options.float8,
         keep_logits=options.keep_logits,
         **MODELS[options.model],

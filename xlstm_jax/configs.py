@@ -26,6 +26,34 @@ def check_seed(name: str, seed: int) -> None:
         raise ConfigError(f"{name} is {seed}, but must be from -2147483648 to 4294967295.")
 
 
+def describe_ignored(config: Any, reasons: collections.abc.Mapping[str, str]) -> dict[str, str]:
+    """Describe the fields that are changed from their defaults although they have no effect.
+
+    Args:
+        config: A dataclass.
+        reasons: Why fields have no effect and what to do about it, by name: the end of a sentence.
+
+    Returns:
+        A sentence for each such field, by its name.
+    """
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    return {
+        name: f"{name} is {getattr(config, name)!r}, but has no effect {reason}."
+        for name, reason in reasons.items()
+        if getattr(config, name) != _default_of(fields[name])
+    }
+
+
+def refuse_ignored(config: Any, reasons: collections.abc.Mapping[str, str]) -> None:
+    """Raise a `ConfigError` for the first field that `describe_ignored` describes."""
+    for sentence in describe_ignored(config, reasons).values():
+        raise ConfigError(sentence)
+
+
+def _default_of(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class ConfigDict:
     """Base of all configs: a dataclass with keyword arguments that can be written as a plain dictionary."""

@@ -53,7 +53,7 @@ def test_how_a_model_is_run_and_trained_may_change():
         dtype="bfloat16",
         chunk_size=16,
         dropout_rate=0.1,
-        mlstm_backend="parallel",
+        mlstm_backend="chunkwise",
         parallel=parallel,
     )
     differences = compare_configs(configs(), configs(model, dataclasses.replace(ADAMW, weight_decay=0.2, beta2=0.9)))

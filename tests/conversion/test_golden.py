@@ -21,7 +21,7 @@ PAPER = (XLSTM, xlstm.config_from_paper, xlstm.paper_rules, {"chunk_size": 8})
 PEERS = {
     "hf_xlstm": (XLSTM, xlstm.config_from_huggingface, xlstm.huggingface_rules, {"chunk_size": 8}),
     "xlstm_mlstm_block": PAPER,
-    "xlstm_slstm_block": PAPER,
+    "xlstm_slstm_block": (*PAPER[:3], {}),
     "xlstm_mixed": PAPER,
     "hf_llama": (LlamaTransformer, llama.config_from_huggingface, llama.huggingface_rules, {"max_state_length": 19}),
 }

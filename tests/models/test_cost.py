@@ -26,14 +26,14 @@ LLAMA = LlamaConfig(
 )
 KINDS = {
     "mlstm": BASE,
-    "mlstm_up": dataclasses.replace(BASE, block_kinds="mlstm_up"),
-    "slstm": dataclasses.replace(BASE, block_kinds="slstm"),
+    "mlstm_up": dataclasses.replace(BASE, block_kinds="mlstm_up", ffn_dim=None),
+    "slstm": dataclasses.replace(BASE, block_kinds="slstm", ffn_dim=None, chunk_size=64),
     "llama": LLAMA,
 }
 MIXED = dataclasses.replace(BASE, num_blocks=3, block_kinds=("mlstm", "mlstm_up", "slstm"))
 CONFIGS = KINDS | {
     "mixed": MIXED,
-    "pattern, tied": dataclasses.replace(BASE, num_blocks=4, block_kinds="xLSTM[1:1]", tie_weights=True),
+    "pattern, tied": dataclasses.replace(BASE, num_blocks=4, block_kinds="xLSTM[1:1]", ffn_dim=None, tie_weights=True),
     "mixed, other sizes": dataclasses.replace(
         MIXED,
         num_heads=4,

@@ -29,7 +29,7 @@ KINDS = {
         BASE, input_gate="sigmoid", qk_norm=True, use_bias=True, gate_soft_cap=None
     ),
     "mlstm_up": dataclasses.replace(BASE, block_kinds="mlstm_up", norm="layernorm"),
-    "slstm": dataclasses.replace(BASE, block_kinds="slstm", norm="layernorm"),
+    "slstm": dataclasses.replace(BASE, block_kinds="slstm", norm="layernorm", chunk_size=64),
     "mixed": dataclasses.replace(BASE, num_blocks=3, block_kinds=("mlstm", "slstm", "mlstm_up")),
 }
 of_kinds = pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """What the config of an xLSTM refuses, and the checks that it shares with other models."""
 
 import dataclasses
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -43,6 +44,45 @@ def test_a_size_that_no_model_can_have_is_refused_by_its_name(kinds, name, value
 def test_a_factor_that_leaves_no_feature_is_refused(factor, size):
     with pytest.raises(ConfigError, match=f"{size} 0 leaves nothing for num_heads 2: change embedding_dim"):
         dataclasses.replace(BASE, **{factor: 0.001})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "changes", "rule"),
+    [
+        (
+            "mlstm_up",
+            {"qk_norm": True},
+            "qk_norm is True, but has no effect in blocks of kind mlstm_up, only in",
+        ),
+        ("mlstm_up", {"gate_soft_cap": None}, "only in those of kind mlstm: leave it out"),
+        ("mlstm_up", {"input_gate_bias_init": -1.0}, "only in those of kind mlstm: leave it out"),
+        ("mlstm_up", {"qk_dim_factor": 1.0}, "only in those of kind mlstm: leave it out"),
+        ("mlstm_up", {"ffn_dim": 64}, "only in those of kind mlstm: leave it out"),
+        ("mlstm_up", {"slstm_backend": "reference"}, "only in those of kind slstm: leave it out"),
+        ("slstm", {"chunk_size": 8}, "only in those of kind mlstm and mlstm_up: leave it out"),
+        ("slstm", {"input_gate": "sigmoid"}, "only in those of kind mlstm and mlstm_up: leave it out"),
+        ("mlstm", {"conv_kernel_size": 3}, "only in those of kind mlstm_up and slstm: leave it out"),
+        ("xLSTM[1:1]", {"v_dim_factor": 0.5}, "in blocks of kind mlstm_up, slstm, only in those of kind mlstm:"),
+        ("mlstm", {"ffn_dim": 64, "ffn_round_up": 32}, "ffn_round_up is 32, but has no effect beside ffn_dim"),
+        ("mlstm", {"mlstm_backend": "parallel", "chunk_size": 8}, "no effect with mlstm_backend 'parallel'"),
+    ],
+)
+def test_a_field_that_no_block_reads_is_refused_by_its_name(kinds, changes, rule):
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        dataclasses.replace(BASE, block_kinds=kinds, **changes)
+
+
+def test_a_field_that_one_of_several_kinds_reads_can_be_set():
+    kinds = ("mlstm", "mlstm_up")
+    assert dataclasses.replace(BASE, block_kinds=kinds, qk_norm=True, conv_kernel_size=3).qk_norm
+
+
+@pytest.mark.parametrize(("field", "value"), [("ffn_multiple_of", 3), ("ffn_dim_multiplier", 3.0)])
+def test_what_would_compute_a_width_that_is_given_is_refused(field, value):
+    with pytest.raises(
+        ConfigError, match=f"{field} is {value}, but has no effect beside ffn_dim: leave one of them out"
+    ):
+        LlamaConfig(vocab_size=24, embedding_dim=16, num_blocks=1, head_dim=8, ffn_dim=32, **{field: value})
 
 
 def test_dropout_of_embeddings_without_a_rate_is_refused():

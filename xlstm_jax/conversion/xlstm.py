@@ -128,10 +128,12 @@ def config_from_paper(config: dict[str, Any], **changes: Any) -> XLSTMConfig:
         "norm_eps": 1e-5,
         "logits_soft_cap": None,
         "conv_kernel_size": _shared_field(layers, "conv1d_kernel_size"),
-        "up_proj_factor": mlstm.get("proj_factor", 2.0),
-        "qkv_block_size": mlstm.get("qkv_proj_blocksize", 4),
-        "slstm_ffn_factor": feed_forward.get("proj_factor", 1.3),
     }
+    if "mlstm_up" in kinds:
+        fields["up_proj_factor"] = mlstm.get("proj_factor", 2.0)
+        fields["qkv_block_size"] = mlstm.get("qkv_proj_blocksize", 4)
+    if "slstm" in kinds:
+        fields["slstm_ffn_factor"] = feed_forward.get("proj_factor", 1.3)
     return XLSTMConfig(**(fields | changes))
 
 

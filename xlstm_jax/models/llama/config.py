@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import ConfigDict, ConfigError, refuse_ignored
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.llama.attention import AttentionBackend, check_backend
 from xlstm_jax.models.shared.checks import check_dtypes, check_float8, check_literals, check_parallel
@@ -69,6 +69,9 @@ class LlamaConfig(ConfigDict):
 
     def __post_init__(self):
         self._check_sizes()
+        if self.ffn_dim is not None:
+            ignored = ("ffn_multiple_of", "ffn_dim_multiplier")
+            refuse_ignored(self, dict.fromkeys(ignored, "beside ffn_dim: leave one of them out"))
         if not 0 <= self.dropout_rate < 1:
             raise ConfigError(f"dropout_rate is {self.dropout_rate}, but must be in [0, 1).")
         if self.add_embedding_dropout and self.dropout_rate == 0:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import ConfigDict, ConfigError, refuse_ignored
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.kernels.mlstm.api import Backend as MLSTMBackend
 from xlstm_jax.kernels.slstm.api import Backend as SLSTMBackend
@@ -20,6 +20,18 @@ _COUNTS = (
     *("vocab_size", "embedding_dim", "num_heads", "num_blocks", "ffn_round_up"),
     *("conv_kernel_size", "qkv_block_size", "chunk_size", "loss_chunk_size"),
 )
+FIELDS_OF_KINDS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("mlstm",): (
+        *("qk_dim_factor", "v_dim_factor", "gate_soft_cap", "input_gate_bias_init", "qk_norm"),
+        *("ffn_proj_factor", "ffn_round_up", "ffn_dim"),
+    ),
+    ("mlstm", "mlstm_up"): ("input_gate", "cell_eps", "chunk_size", "mlstm_backend"),
+    ("mlstm_up",): ("up_proj_factor", "qkv_block_size"),
+    ("mlstm_up", "slstm"): ("conv_kernel_size",),
+    ("slstm",): ("slstm_ffn_factor", "slstm_backend"),
+}
+"""Which fields only blocks of some kinds read; all other fields hold for every model."""
+
 _POSITIVE = ("norm_eps", "qk_dim_factor", "v_dim_factor", "ffn_proj_factor", "up_proj_factor", "slstm_ffn_factor")
 
 
@@ -29,7 +41,8 @@ class XLSTMConfig(ConfigDict):
 
     Blocks are of three kinds. `mlstm` is the block of xLSTM-7B: an mLSTM layer, then a gated feed-forward layer.
     `mlstm_up` and `slstm` are those of the original paper: an mLSTM between an up- and a down-projection, and an sLSTM
-    with a gated feed-forward layer after it.
+    with a gated feed-forward layer after it. A field that no block of the model reads has to keep its default; which
+    kinds read which fields is in `FIELDS_OF_KINDS`.
     """
 
     vocab_size: int
@@ -51,17 +64,23 @@ class XLSTMConfig(ConfigDict):
     """Squash logits into (-cap, cap); `None` leaves them as they are."""
 
     qk_dim_factor: float = 0.5
+    """Width of queries and keys of `mlstm` blocks over that of the model."""
     v_dim_factor: float = 1.0
+    """Width of values of `mlstm` blocks over that of the model."""
     gate_soft_cap: float | None = 15.0
     """Squash pre-activations of `mlstm` gates into (-cap, cap); `None` leaves them as they are."""
     input_gate: Literal["exp", "sigmoid"] = "exp"
+    """Activation of the input gates of `mlstm` and `mlstm_up` blocks."""
     input_gate_bias_init: float = -10.0
+    """Initial bias of the input gates of `mlstm` blocks; those of the paper draw theirs."""
     qk_norm: bool = False
-    """Normalise queries and keys of each head."""
+    """Normalise queries and keys of each head of `mlstm` blocks."""
     cell_eps: float = 1e-6
-    """Added to the denominator of the mLSTM."""
+    """Added to the denominator of the mLSTM, in `mlstm` and `mlstm_up` blocks."""
     ffn_proj_factor: float = 2.667
+    """Width of the feed-forward layer of `mlstm` blocks over that of the model, before it is rounded up."""
     ffn_round_up: int = 64
+    """To a multiple of what the width of the feed-forward layer of `mlstm` blocks is rounded up."""
     ffn_dim: int | None = None
     """Width of the feed-forward layer of `mlstm` blocks; computed from the two fields before it if `None`."""
 
@@ -75,6 +94,8 @@ class XLSTMConfig(ConfigDict):
     """Width of the feed-forward layers of `slstm` blocks over that of the model."""
 
     chunk_size: int = 64
+    """Positions that the chunkwise mLSTM in plain JAX, of `mlstm` and `mlstm_up` blocks, computes at once; the kernels
+    for GPUs have sizes of their own."""
     mlstm_backend: MLSTMBackend = "auto"
     slstm_backend: SLSTMBackend = "auto"
 
@@ -99,6 +120,7 @@ class XLSTMConfig(ConfigDict):
 
     def __post_init__(self):
         self._check_numbers()
+        refuse_ignored(self, self._ignored_fields())
         check_literals(self)
         check_float8(self)
         check_dtypes(self, ("dtype", "param_dtype", "gate_dtype", "head_dtype"))
@@ -124,6 +146,21 @@ class XLSTMConfig(ConfigDict):
             raise ConfigError(f"cell_eps is {self.cell_eps}, but must be at least 0.")
         if self.ffn_dim is not None and self.ffn_dim < 1:
             raise ConfigError(f"ffn_dim is {self.ffn_dim}, but must be at least 1, or None to compute it.")
+
+    def _ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect in this model, by name."""
+        kinds = sorted(set(self.kinds))
+        reasons = {
+            name: f"in blocks of kind {', '.join(kinds)}, only in those of kind {' and '.join(readers)}: leave it out"
+            for readers, names in FIELDS_OF_KINDS.items()
+            if not set(readers) & set(kinds)
+            for name in names
+        }
+        if self.ffn_dim is not None:
+            reasons |= dict.fromkeys(("ffn_proj_factor", "ffn_round_up"), "beside ffn_dim: leave one of them out")
+        if self.mlstm_backend not in ("auto", "chunkwise"):
+            reasons |= {"chunk_size": f"with mlstm_backend {self.mlstm_backend!r}, only with 'chunkwise': leave it out"}
+        return reasons
 
     def _check_divisions(self) -> None:
         for name, size in self._sizes_split_by_heads().items():
