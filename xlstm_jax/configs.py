@@ -31,16 +31,16 @@ def describe_ignored(config: Any, reasons: collections.abc.Mapping[str, str]) ->
 
     Args:
         config: A dataclass.
-        reasons: Why fields have no effect and what to do about it, by name: the end of a sentence.
+        reasons: Why fields have no effect, by name: what follows "has no effect" in a sentence.
 
     Returns:
         A sentence for each such field, by its name.
     """
-    fields = {field.name: field for field in dataclasses.fields(config)}
+    defaults = {field.name: _default_of(field) for field in dataclasses.fields(config)}
+    changed = {name: getattr(config, name) for name in reasons if getattr(config, name) != defaults[name]}
     return {
-        name: f"{name} is {getattr(config, name)!r}, but has no effect {reason}."
-        for name, reason in reasons.items()
-        if getattr(config, name) != _default_of(fields[name])
+        name: f"{name} is {value!r}, but has no effect {reasons[name]}: leave it out, or at {defaults[name]!r}."
+        for name, value in changed.items()
     }
 
 

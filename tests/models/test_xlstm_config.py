@@ -79,9 +79,7 @@ def test_a_field_that_one_of_several_kinds_reads_can_be_set():
 
 @pytest.mark.parametrize(("field", "value"), [("ffn_multiple_of", 3), ("ffn_dim_multiplier", 3.0)])
 def test_what_would_compute_a_width_that_is_given_is_refused(field, value):
-    with pytest.raises(
-        ConfigError, match=f"{field} is {value}, but has no effect beside ffn_dim: leave one of them out"
-    ):
+    with pytest.raises(ConfigError, match=f"{field} is {value}, but has no effect beside ffn_dim: leave it out"):
         LlamaConfig(vocab_size=24, embedding_dim=16, num_blocks=1, head_dim=8, ffn_dim=32, **{field: value})
 
 

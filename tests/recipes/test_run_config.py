@@ -123,6 +123,7 @@ def test_a_model_of_another_class_takes_its_own_config():
         ("num_train_steps=1.5", "num_train_steps: a whole number is needed, not 1.5."),
         ("num_train_steps=null", "num_train_steps is None and num_epochs is None: set exactly one of them"),
         ("scheduler.warmup_steps=1001", "scheduler: warmup_steps 1001 plus cooldown_steps 0 are more than decay_steps"),
+        ("init_optimizer=true", "init_optimizer is True, but has no effect without init_from: leave it out,"),
         ("data.global_batch_size=8", "batch_size is 16, but data.global_batch_size is 8: set batch_size alone."),
         ("model.model_class=math.pi", "model.model_class: 'math.pi' is no class or function."),
         ("callbacks.mine={}", "callbacks.mine: _target_ is not set: name the class, such as xlstm_jax.trainer.callb"),
@@ -161,7 +162,7 @@ def test_a_folder_for_prepared_data_is_shared_by_runs(tmp_path):
 
 def test_several_sets_are_mixed_by_weight():
     mix = "data.mix={web: {weight: 3, data_path: a}, code: {data_path: b}}"
-    data = run_of("data=text_files", "data.data_path=unused", mix, "data.mix_at_steps={100: {code: 1}}").data
+    data = run_of("data=text_files", "data.data_path=null", mix, "data.mix_at_steps={100: {code: 1}}").data
     assert [(config.name, str(config.data_path)) for config in data.train] == [("web", "a"), ("code", "b")]
     assert data.weights == [3.0, 1.0]
     assert data.weights_at_steps == {100: [0.0, 1.0]}

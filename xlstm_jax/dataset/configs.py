@@ -29,6 +29,10 @@ class DataConfig:
         _check_least(self, 1, "global_batch_size", "max_target_length")
         _check_least(self, 0, "data_shuffle_seed")
 
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name, for `configs.describe_ignored`."""
+        return {}
+
     @classmethod
     def create_train_eval_configs(
         cls: type[T],
@@ -102,6 +106,15 @@ class TextDataConfig(DataConfig):
         if self.grain_packing and self.packing == "none":
             raise ConfigError('grain_packing is set and packing is "none": leave one of them out.')
 
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name."""
+        reasons = super().ignored_fields()
+        if not self.shuffle_data:
+            reasons["data_shuffle_seed"] = "without shuffle_data"
+        if self.packing_name != "first_fit":
+            reasons["grain_packing_bin_count"] = f"on the packing {self.packing_name!r}, only on 'first_fit'"
+        return reasons
+
     @property
     def packing_name(self) -> Literal["stream", "first_fit", "none"]:
         """The packing that `packing` and `grain_packing` come to."""
@@ -144,6 +157,11 @@ class SyntheticDataConfig(DataConfig):
                 "vocab_size too, or mean_document_length to null."
             )
 
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name."""
+        reasons = super().ignored_fields() | {"shuffle_data": "on synthetic batches, which are the same in all epochs"}
+        return reasons | ({"data_shuffle_seed": "on rows of zeros"} if self.vocab_size is None else {})
+
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class FormalTaskDataConfig(DataConfig):
@@ -177,6 +195,13 @@ class GrainArrayRecordsDataConfig(TextDataConfig):
         super().__post_init__()
         self.data_path = Path(self.data_path)
 
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name."""
+        reasons = super().ignored_fields() | {"data_column": "on ArrayRecord files, whose records are texts or tokens"}
+        if not self.tokenize_data:
+            reasons |= dict.fromkeys(("add_bos", "add_eos", "worker_count"), "on tokens: `prepare` has decided on it")
+        return reasons
+
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class TextFilesDataConfig(TextDataConfig):
@@ -201,6 +226,10 @@ class StandardLibraryDataConfig(TextDataConfig):
     def __post_init__(self):
         super().__post_init__()
         _check_choice(self, "split", "train", "validation")
+
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name."""
+        return super().ignored_fields() | {"data_column": "on the standard library, which has no columns"}
 
 
 def _present(names: Collection[str], **values: Any) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """The data of a run, from one section of settings to the configs of its training and validation sets."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import ConfigDict, ConfigError, refuse_ignored
 from xlstm_jax.dataset.configs import (
     DataConfig,
     FormalTaskDataConfig,
@@ -18,6 +18,7 @@ from xlstm_jax.dataset.configs import (
 )
 from xlstm_jax.import_utils import resolve_import
 from xlstm_jax.recipes.build import build, nearest
+from xlstm_jax.recipes.ignored_data import DataSet, Layer, check_layers, check_prepared
 
 KINDS: dict[str, type[DataConfig]] = {
     "formal_task": FormalTaskDataConfig,
@@ -50,10 +51,25 @@ class PrepareConfig(ConfigDict):
     max_document_bytes: int | None = 65536
     num_workers: int | None = None
 
+    def __post_init__(self):
+        reasons = {}
+        if self.train_vocab_size is not None:
+            trained = f"beside train_vocab_size {self.train_vocab_size}, which trains one (null does not)"
+            reasons["tokenizer_path"] = trained
+        if self.is_standard_library:
+            reasons["validation_share"] = "on stdlib, which has documents for validation"
+            reasons["column"] = "on stdlib, which has no columns"
+        refuse_ignored(self, reasons)
+
+    @property
+    def is_standard_library(self) -> bool:
+        """Whether the source is Python's standard library."""
+        return self.sources == ["stdlib"]
+
     @property
     def has_validation(self) -> bool:
         """Whether there will be documents for validation."""
-        return self.validation_share is not None or self.sources == ["stdlib"]
+        return self.validation_share is not None or self.is_standard_library
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -69,6 +85,10 @@ class DataRecipe(ConfigDict):
     validation: dict[str, DataConfig] = dataclasses.field(default_factory=dict)
     """What is validated on, by name."""
     prepare: PrepareConfig | None = None
+
+    def __post_init__(self):
+        if len(self.train) == 1:
+            refuse_ignored(self, dict.fromkeys(("weights", "weights_at_steps"), "on one set, only on several"))
 
     @property
     def first(self) -> DataConfig:
@@ -109,36 +129,64 @@ def read_data(values: Any) -> DataRecipe:
         raise ConfigError(f"data: fields of the data are needed, not {values!r}.")
     fields = dict(values)
     prepare = build(PrepareConfig | None, fields.pop("prepare", None), "data.prepare")
-    if prepare is not None:
-        fields = {"data_config_type": "grain_arrayrecord", **fields, **_prepared_fields(prepare)}
     train, validation, mix, mix_at_steps = (
         _mapping(fields.pop(name, {}), name) for name in ("train", "validation", "mix", "mix_at_steps")
     )
-    if validation is None or (prepare is not None and not prepare.has_validation):
-        validation_sets = {}
-    elif validation and all(isinstance(value, Mapping) for value in validation.values()):
-        validation_sets = {name: _mapping(value, f"validation.{name}") for name, value in validation.items()}
-    else:
-        validation_sets = {"validation": validation}
     mixed = {name: dict(_mapping(value, f"mix.{name}") or {}) for name, value in (mix or {}).items()}
-    weights = {name: build(float, each.pop("weight", 1.0), f"data.mix.{name}.weight") for name, each in mixed.items()}
-    return DataRecipe(
-        train=[
-            _read_set({**fields, **(train or {}), "name": name, **each}, f"data.mix.{name}", is_train=True)
-            for name, each in mixed.items()
-        ]
-        or [_read_set({**fields, **(train or {})}, "data", is_train=True)],
-        weights=list(weights.values()) or None,
+    weights = _read_weights(mixed)
+    outer = [Layer("data", fields), Layer("data.train", train or {})]
+    train_layers = [[*outer, Layer(f"data.mix.{name}", {"name": name, **own})] for name, own in mixed.items()] or [
+        outer
+    ]
+    validation_layers = {
+        name: [outer[0], Layer(where, own)] for name, (where, own) in _validation_sets(validation, prepare).items()
+    }
+    if prepare is not None:
+        if mixed:
+            raise ConfigError("data.mix has no effect with data.prepare, which makes one set: mix with data=prepared.")
+        check_prepared(layer for layers in [*train_layers, *validation_layers.values()] for layer in layers)
+    prepared = {} if prepare is None else _prepared_fields(prepare)
+    recipe = DataRecipe(
+        train=[_read_set(layers, prepared, is_train=True) for layers in train_layers],
+        weights=list(weights.values()) if len(weights) > 1 else None,
         weights_at_steps={
-            build(int, step, "data.mix_at_steps"): _read_weights(step, given, weights)
+            build(int, step, "data.mix_at_steps"): _read_weights_at(step, given, weights)
             for step, given in (mix_at_steps or {}).items()
         }
         or None,
-        validation={
-            name: _read_set({**fields, **(own or {})}, "data", is_train=False) for name, own in validation_sets.items()
-        },
+        validation={name: _read_set(layers, prepared, is_train=False) for name, layers in validation_layers.items()},
         prepare=prepare,
     )
+    train_sets = [DataSet(config, layers) for config, layers in zip(recipe.train, train_layers, strict=True)]
+    check_layers([*train_sets, *(DataSet(recipe.validation[name], own) for name, own in validation_layers.items())])
+    return recipe
+
+
+def _read_weights(mixed: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """Take the weight of each set out of its fields."""
+    if len(mixed) == 1 and any("weight" in own for own in mixed.values()):
+        raise ConfigError(
+            f"data.mix.{next(iter(mixed))}.weight has no effect on one set, only on several: leave it out."
+        )
+    return {name: build(float, own.pop("weight", 1.0), f"data.mix.{name}.weight") for name, own in mixed.items()}
+
+
+def _validation_sets(
+    validation: Mapping[str, Any] | None, prepare: PrepareConfig | None
+) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Return the sets to validate on by name: where their fields are among the settings, and these."""
+    if validation is None:
+        return {}
+    if prepare is not None and not prepare.has_validation:
+        if any(value is not None for value in validation.values()):
+            raise ConfigError(
+                "data.validation has no effect, as data.prepare makes no documents for validation: set "
+                "data.prepare.validation_share, or data.validation=null."
+            )
+        return {}
+    if validation and all(isinstance(value, Mapping) for value in validation.values()):
+        return {name: (f"data.validation.{name}", value) for name, value in validation.items()}
+    return {"validation": ("data.validation", validation)}
 
 
 def _prepared_fields(prepare: PrepareConfig) -> dict[str, Any]:
@@ -157,7 +205,7 @@ def _mapping(value: Any, name: str) -> Mapping[Any, Any] | None:
     return value
 
 
-def _read_weights(step: Any, given: Any, weights: Mapping[str, float]) -> list[float]:
+def _read_weights_at(step: Any, given: Any, weights: Mapping[str, float]) -> list[float]:
     where = f"data.mix_at_steps.{step}"
     read = build(dict[str, float], given, where)
     unknown = [name for name in read if name not in weights]
@@ -166,11 +214,14 @@ def _read_weights(step: Any, given: Any, weights: Mapping[str, float]) -> list[f
     return [read.get(name, 0.0) for name in weights]
 
 
-def _read_set(fields: Mapping[str, Any], where: str, *, is_train: bool) -> DataConfig:
+def _read_set(layers: Sequence[Layer], prepared: Mapping[str, Any], *, is_train: bool) -> DataConfig:
+    given = {name: value for layer in layers for name, value in layer.fields.items()}
+    fields = ({"data_config_type": "grain_arrayrecord"} if prepared else {}) | given | prepared
     config_class = _find_class(fields.get("data_config_type"))
     known = {field.name for field in dataclasses.fields(config_class)}
     defaults = {"shuffle_data": is_train, "drop_remainder": is_train, "split": "train" if is_train else "validation"}
-    return build(config_class, {**{name: defaults[name] for name in defaults if name in known}, **fields}, where)
+    where = layers[-1].name if layers[-1].name.startswith("data.mix.") else "data"
+    return build(config_class, {name: defaults[name] for name in defaults if name in known} | fields, where)
 
 
 def _find_class(kind: Any) -> type[DataConfig]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import ConfigDict, ConfigError, refuse_ignored
 from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, SyntheticDataConfig, TextDataConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.shared.feedforward import round_up
@@ -68,6 +68,8 @@ class RunConfig(ConfigDict):
         check_lengths(vars(self))
         if not self.name or ".." in Path(self.name).parts or Path(self.name).is_absolute():
             raise ConfigError(f"name is {self.name!r}, but must be the name of a folder in outputs.")
+        if self.init_from is None:
+            refuse_ignored(self, {"init_optimizer": "without init_from"})
         first = self.data.first
         for name, field in (("batch_size", "global_batch_size"), ("context_length", "max_target_length")):
             if getattr(first, field) not in (None, getattr(self, name)):

@@ -71,7 +71,7 @@ class LlamaConfig(ConfigDict):
         self._check_sizes()
         if self.ffn_dim is not None:
             ignored = ("ffn_multiple_of", "ffn_dim_multiplier")
-            refuse_ignored(self, dict.fromkeys(ignored, "beside ffn_dim: leave one of them out"))
+            refuse_ignored(self, dict.fromkeys(ignored, "beside ffn_dim"))
         if not 0 <= self.dropout_rate < 1:
             raise ConfigError(f"dropout_rate is {self.dropout_rate}, but must be in [0, 1).")
         if self.add_embedding_dropout and self.dropout_rate == 0:

@@ -151,15 +151,15 @@ class XLSTMConfig(ConfigDict):
         """Return why fields have no effect in this model, by name."""
         kinds = sorted(set(self.kinds))
         reasons = {
-            name: f"in blocks of kind {', '.join(kinds)}, only in those of kind {' and '.join(readers)}: leave it out"
+            name: f"in blocks of kind {', '.join(kinds)}, only in those of kind {' and '.join(readers)}"
             for readers, names in FIELDS_OF_KINDS.items()
             if not set(readers) & set(kinds)
             for name in names
         }
         if self.ffn_dim is not None:
-            reasons |= dict.fromkeys(("ffn_proj_factor", "ffn_round_up"), "beside ffn_dim: leave one of them out")
+            reasons |= dict.fromkeys(("ffn_proj_factor", "ffn_round_up"), "beside ffn_dim")
         if self.mlstm_backend not in ("auto", "chunkwise"):
-            reasons |= {"chunk_size": f"with mlstm_backend {self.mlstm_backend!r}, only with 'chunkwise': leave it out"}
+            reasons |= {"chunk_size": f"with mlstm_backend {self.mlstm_backend!r}, only with 'chunkwise'"}
         return reasons
 
     def _check_divisions(self) -> None:
