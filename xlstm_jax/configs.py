@@ -62,6 +62,13 @@ class ConfigDict:
         """Return the attribute `key`, or `default` if there is none."""
         return getattr(self, key, default)
 
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name, for `describe_ignored`.
+
+        The settings of a run may change none of them. Configs that are made in Python may, unless they refuse it.
+        """
+        return {}
+
     def to_dict(self) -> dict[str, Any]:
         """Write the config with nothing but dictionaries, tuples, numbers, strings and `None`.
 

@@ -53,6 +53,16 @@ class ParallelConfig:
             if isinstance(getattr(self, field), str):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, but must be a list of names.")
 
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name, for `configs.describe_ignored`."""
+        reasons = {}
+        if not self.fsdp_modules:
+            of_fsdp = ("fsdp_min_weight_size", "fsdp_gather_dtype", "fsdp_grad_scatter_dtype")
+            reasons |= dict.fromkeys(of_fsdp, "without fsdp_modules, whose parameters would be sharded")
+        if self.fsdp_axis_size == 1:
+            reasons["fsdp_axis_shrinks"] = "on an fsdp_axis_size of 1"
+        return reasons
+
     @property
     def axis_sizes(self) -> dict[str, int]:
         """The size asked for of each mesh axis, in mesh order."""

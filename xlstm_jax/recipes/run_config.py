@@ -2,11 +2,11 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from xlstm_jax.configs import ConfigDict, ConfigError, refuse_ignored
+from xlstm_jax.configs import ConfigDict, ConfigError, describe_ignored, refuse_ignored
 from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, SyntheticDataConfig, TextDataConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.shared.feedforward import round_up
@@ -64,12 +64,24 @@ class RunConfig(ConfigDict):
             num_devices=num_devices,
         )
 
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        """Yield the configs that say which of their fields have no effect, with their places among the settings."""
+        yield "parallel", self.model.parallel
+        yield "optimizer", self.optimizer
+        yield "scheduler", self.optimizer.scheduler
+        yield "trainer", self.trainer
+        for index, callback in enumerate(self.trainer.callbacks):
+            yield f"callbacks.{index}, {type(callback).__name__}", callback
+
     def __post_init__(self):
         check_lengths(vars(self))
         if not self.name or ".." in Path(self.name).parts or Path(self.name).is_absolute():
             raise ConfigError(f"name is {self.name!r}, but must be the name of a folder in outputs.")
         if self.init_from is None:
             refuse_ignored(self, {"init_optimizer": "without init_from"})
+        for where, config in self._parts():
+            for sentence in describe_ignored(config, config.ignored_fields()).values():
+                raise ConfigError(f"{where}: {sentence}")
         first = self.data.first
         for name, field in (("batch_size", "global_batch_size"), ("context_length", "max_target_length")):
             if getattr(first, field) not in (None, getattr(self, name)):

@@ -69,9 +69,7 @@ class LlamaConfig(ConfigDict):
 
     def __post_init__(self):
         self._check_sizes()
-        if self.ffn_dim is not None:
-            ignored = ("ffn_multiple_of", "ffn_dim_multiplier")
-            refuse_ignored(self, dict.fromkeys(ignored, "beside ffn_dim"))
+        refuse_ignored(self, self.ignored_fields())
         if not 0 <= self.dropout_rate < 1:
             raise ConfigError(f"dropout_rate is {self.dropout_rate}, but must be in [0, 1).")
         if self.add_embedding_dropout and self.dropout_rate == 0:
@@ -102,6 +100,12 @@ class LlamaConfig(ConfigDict):
                 f"num_kv_heads {self.kv_heads} does not divide the {self.num_heads} heads that embedding_dim "
                 f"{self.embedding_dim} and head_dim {self.head_dim} give."
             )
+
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name."""
+        return (
+            {} if self.ffn_dim is None else dict.fromkeys(("ffn_multiple_of", "ffn_dim_multiplier"), "beside ffn_dim")
+        )
 
     @property
     def kinds(self) -> tuple[str, ...]:

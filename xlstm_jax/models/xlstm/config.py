@@ -120,7 +120,7 @@ class XLSTMConfig(ConfigDict):
 
     def __post_init__(self):
         self._check_numbers()
-        refuse_ignored(self, self._ignored_fields())
+        refuse_ignored(self, self.ignored_fields())
         check_literals(self)
         check_float8(self)
         check_dtypes(self, ("dtype", "param_dtype", "gate_dtype", "head_dtype"))
@@ -147,21 +147,6 @@ class XLSTMConfig(ConfigDict):
         if self.ffn_dim is not None and self.ffn_dim < 1:
             raise ConfigError(f"ffn_dim is {self.ffn_dim}, but must be at least 1, or None to compute it.")
 
-    def _ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect in this model, by name."""
-        kinds = sorted(set(self.kinds))
-        reasons = {
-            name: f"in blocks of kind {', '.join(kinds)}, only in those of kind {' and '.join(readers)}"
-            for readers, names in FIELDS_OF_KINDS.items()
-            if not set(readers) & set(kinds)
-            for name in names
-        }
-        if self.ffn_dim is not None:
-            reasons |= dict.fromkeys(("ffn_proj_factor", "ffn_round_up"), "beside ffn_dim")
-        if self.mlstm_backend not in ("auto", "chunkwise"):
-            reasons |= {"chunk_size": f"with mlstm_backend {self.mlstm_backend!r}, only with 'chunkwise'"}
-        return reasons
-
     def _check_divisions(self) -> None:
         for name, size in self._sizes_split_by_heads().items():
             if size < 1 or size % self.num_heads:
@@ -180,6 +165,21 @@ class XLSTMConfig(ConfigDict):
             "slstm": {"embedding_dim": self.embedding_dim},
         }
         return {name: size for kind in self.kinds for name, size in sizes[kind].items()}
+
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect in this model, by name."""
+        kinds = sorted(set(self.kinds))
+        reasons = {
+            name: f"in blocks of kind {', '.join(kinds)}, only in those of kind {' and '.join(readers)}"
+            for readers, names in FIELDS_OF_KINDS.items()
+            if not set(readers) & set(kinds)
+            for name in names
+        }
+        if self.ffn_dim is not None:
+            reasons |= dict.fromkeys(("ffn_proj_factor", "ffn_round_up"), "beside ffn_dim")
+        if self.mlstm_backend not in ("auto", "chunkwise"):
+            reasons |= {"chunk_size": f"with mlstm_backend {self.mlstm_backend!r}, only with 'chunkwise'"}
+        return reasons
 
     @property
     def kinds(self) -> tuple[str, ...]:

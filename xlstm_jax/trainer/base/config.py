@@ -4,7 +4,7 @@ import dataclasses
 from typing import get_args
 
 from xlstm_jax.common_types import LogMode
-from xlstm_jax.configs import ConfigDict, ConfigError, check_seed
+from xlstm_jax.configs import ConfigDict, ConfigError, check_seed, refuse_ignored
 from xlstm_jax.trainer.base.guard import BadStepConfig
 from xlstm_jax.trainer.callbacks.callback import CallbackConfig
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
@@ -61,3 +61,16 @@ class TrainerConfig(ConfigDict):
             unknown = [mode for mode in getattr(self, name) if mode not in get_args(LogMode)]
             if unknown:
                 raise ConfigError(f"{name} has {unknown[0]!r}: choose from {', '.join(get_args(LogMode))}.")
+        if not self.check_for_nan:
+            refuse_ignored(self, {"bad_steps": "without check_for_nan"})
+
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name."""
+        reasons = {}
+        if not self.log_grad_norm:
+            reasons["log_grad_norm_per_param"] = "without log_grad_norm"
+        if not self.log_param_norm:
+            reasons["log_param_norm_per_param"] = "without log_param_norm"
+        if not self.log_intermediates:
+            reasons["intermediates_log_modes"] = "without log_intermediates"
+        return reasons

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import ConfigDict, ConfigError, refuse_ignored
 
 BadStepPolicy = Literal["stop", "skip", "rollback"]
 Tree = TypeVar("Tree")
@@ -50,6 +50,19 @@ class BadStepConfig(ConfigDict):
                 raise ConfigError(f"{name} is {getattr(self, name)}: it has to be 1 or more.")
         if not 0 <= self.max_skipped_share <= 1:
             raise ConfigError(f"max_skipped_share is {self.max_skipped_share}: it has to be between 0 and 1.")
+        refuse_ignored(self, self.ignored_fields())
+
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name."""
+        readers = {"max_rollbacks": "rollback", "max_skipped_share": "skip"}
+        reasons = {
+            field: f"with the policy {self.policy}, only with {reader}"
+            for field, reader in readers.items()
+            if self.policy != reader
+        }
+        if self.loss_spike_factor is None and self.grad_norm_spike_factor is None:
+            reasons["spike_warmup_steps"] = "without loss_spike_factor and grad_norm_spike_factor"
+        return reasons
 
 
 class GuardState(NamedTuple):

@@ -14,7 +14,7 @@ from xlstm_jax.checkpoint.retention import Retention
 from xlstm_jax.checkpoint.soundness import is_sound
 from xlstm_jax.checkpoint.store import CheckpointStore
 from xlstm_jax.checkpoint.timer import CheckpointTimer
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.trainer.callbacks import saved_run
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
@@ -59,6 +59,8 @@ class ModelCheckpointConfig(CallbackConfig):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}, but has to be above 0, or None.")
+        if self.monitor is None:
+            refuse_ignored(self, {"mode": "without monitor"})
 
     def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "ModelCheckpoint":
         """Build the callback that this config describes."""

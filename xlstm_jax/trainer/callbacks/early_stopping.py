@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
 
@@ -36,6 +36,7 @@ class EarlyStoppingConfig(CallbackConfig):
             raise ConfigError(f"patience is {self.patience}: it has to be 1 or more.")
         if self.min_delta < 0:
             raise ConfigError(f"min_delta is {self.min_delta}, but must not be negative.")
+        refuse_ignored(self, {"every_n_steps": "on early stopping, which looks at validations"})
 
     def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "EarlyStopping":
         """Build the callback."""

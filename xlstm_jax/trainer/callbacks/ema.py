@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule, kept_in_place
 from xlstm_jax.trainer.optimizer.schedule_free import started_from
@@ -38,6 +38,8 @@ class ParameterEMAConfig(CallbackConfig):
             raise ConfigError(f"decay is {self.decay}, but has to be at least 0 and less than 1.")
         if self.every_n_steps < 1:
             raise ConfigError(f"every_n_steps is {self.every_n_steps}: it has to be 1 or more.")
+        if not self.evaluate:
+            refuse_ignored(self, {"every_n_epochs": "without evaluate"})
 
     def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "ParameterEMA":
         """Build the callback."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
 
@@ -36,6 +36,8 @@ class JaxProfilerConfig(CallbackConfig):
     def __post_init__(self):
         if self.profile_n_steps < 1:
             raise ConfigError(f"profile_n_steps is {self.profile_n_steps}: it has to be 1 or more.")
+        own = "on the profiler, which reads profile_every_n_minutes and profile_first_step"
+        refuse_ignored(self, dict.fromkeys(("every_n_epochs", "every_n_steps"), own))
 
     def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "JaxProfiler":
         """Build the callback."""

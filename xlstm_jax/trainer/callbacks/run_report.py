@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
 from xlstm_jax.trainer.report.environment import record_end, record_parameters, record_start
@@ -36,6 +36,8 @@ class RunReportConfig(CallbackConfig):
         bad = {name: value for name, value in self.references.items() if not math.isfinite(value) or value <= 0}
         if bad:
             raise ConfigError(f"references has {bad}: bits per byte have to be finite and positive.")
+        after_validations = "on the report, which the first process writes after validations"
+        refuse_ignored(self, dict.fromkeys(("every_n_steps", "main_process_only"), after_validations))
 
     def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "RunReport":
         """Build the callback."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from xlstm_jax.configs import ConfigError, check_seed
+from xlstm_jax.configs import ConfigError, check_seed, refuse_ignored
 from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER
 from xlstm_jax.inference.sampling import temperature_sampling
@@ -52,6 +52,8 @@ class TextSamplesConfig(CallbackConfig):
         check_seed("seed", self.seed)
         if not self.temperature >= 0:  # NaN too
             raise ConfigError(f"temperature is {self.temperature}, but must be a number of at least 0.")
+        reasons = {"every_n_steps": "on samples, which are written at validations"}
+        refuse_ignored(self, reasons | ({"seed": "at temperature 0"} if self.temperature == 0 else {}))
 
     def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "TextSamples":
         """Build the callback."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
 
@@ -41,6 +41,8 @@ class HangWatchdogConfig(CallbackConfig):
             minutes = getattr(self, name)
             if minutes is not None and minutes <= 0:
                 raise ConfigError(f"{name} is {minutes}, but has to be positive.")
+        inherited = ("every_n_epochs", "every_n_steps", "main_process_only")
+        refuse_ignored(self, dict.fromkeys(inherited, "on the watchdog, which watches all steps of all processes"))
 
     def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "HangWatchdog":
         """Build the callback."""

@@ -23,7 +23,7 @@ from flax.core import FrozenDict
 from jax.experimental import multihost_utils
 
 from xlstm_jax.common_types import HostMetrics, ImmutableMetrics, Metrics, PyTree, TrainState
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.dataset.batch import Batch, LLMIndexedBatch
 from xlstm_jax.dataset.grain_iterator import make_grain_llm_iterator
 from xlstm_jax.dataset.grain_transforms import InferSegmentations
@@ -98,6 +98,11 @@ class LMEvalEvaluationConfig(ExtendedEvaluationConfig):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ConfigError(f"{name} is {size}: it has to be 1 or more.")
+        refuse_ignored(self, {"every_n_steps": "on evaluations, which run before validations and tests"})
+
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name."""
+        return {"context_length": "with use_infinite_eval"} if self.use_infinite_eval else {}
 
     def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "LMEvalEvaluation":
         """Build the callback."""

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.configs import ConfigDict
+from xlstm_jax.configs import ConfigDict, refuse_ignored
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerTool, LoggerToolsConfig
 from xlstm_jax.trainer.logger.values import flat_config, import_extra, only_numbers, plain_config
 
@@ -31,6 +31,10 @@ class MLflowLoggerConfig(LoggerToolsConfig):
     tags: dict[str, str] = dataclasses.field(default_factory=dict)
     log_dir: str = "mlflow"
     """The folder inside the folder of the run, where no server is named."""
+
+    def __post_init__(self):
+        if self.tracking_uri is not None:
+            refuse_ignored(self, {"log_dir": "beside tracking_uri"})
 
     def create(self, logger: Logger) -> "MLflowLogger":
         """Build the tool."""

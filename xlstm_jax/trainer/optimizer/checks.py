@@ -1,11 +1,14 @@
 """Checks that the configs of optimizers and schedules share."""
 
 import difflib
+import logging
 import math
 import re
 from collections.abc import Collection, Iterable
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigDict, ConfigError, describe_ignored
+
+LOGGER = logging.getLogger(__name__)
 
 
 def check_name(name: str, *, kind: str, known: Collection[str]) -> None:
@@ -36,6 +39,12 @@ def check_decay_rates(**values: float | int | None) -> None:
     for name, value in values.items():
         if value is not None and not 0 <= value < 1:
             raise ConfigError(f"{name} is {value}, but the decay rate of an average must be in [0, 1).")
+
+
+def warn_of_ignored(config: ConfigDict) -> None:
+    """Log which fields are set although they have no effect; the settings of a run refuse them."""
+    for sentence in describe_ignored(config, config.ignored_fields()).values():
+        LOGGER.warning("%s: %s", type(config).__name__, sentence)
 
 
 def check_patterns(**values: Iterable[str] | None) -> None:

@@ -16,6 +16,7 @@ from xlstm_jax.trainer.optimizer.checks import (
     check_not_negative,
     check_patterns,
     check_positive,
+    warn_of_ignored,
 )
 from xlstm_jax.trainer.optimizer.muon import scale_by_muon_and_adam
 from xlstm_jax.trainer.optimizer.schedule_free import schedule_free_adamw
@@ -37,6 +38,15 @@ OPTIMIZERS = (*WITHOUT_DECAY, *WITH_DECAY, "none")
 
 NESTEROV = ("adam", "adamw", "nadam", "nadamw", "radam", "sgd", "muon", "none")
 """Names that accept `nesterov`; nadam and nadamw always look ahead, none never moves."""
+
+READERS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("beta2",): tuple(name for name in OPTIMIZERS if name != "sgd"),
+    ("eps",): tuple(name for name in OPTIMIZERS if name not in ("sgd", "lion")),
+    ("beta3", "alpha"): ("ademamix",),
+    ("muon_exclude",): ("muon",),
+    ("stacked_params",): ("lamb", "muon"),
+}
+"""The names that read fields which not all of them do."""
 
 ADEMAMIX_WARMUP = 100_000
 """Steps over which AdEMAMix warms up where the schedule has no end."""
@@ -97,6 +107,22 @@ class OptimizerConfig(ConfigDict):
         )
         _check_momentum(self)
 
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name; with `none` all would, as it is meant to."""
+        if self.name == "none":
+            return {}
+        reasons = {
+            field: f"on {self.name}" + (f", only on {' and '.join(readers)}" if len(readers) < 3 else "")
+            for fields, readers in READERS.items()
+            if self.name not in readers
+            for field in fields
+        }
+        if not self.weight_decay:
+            reasons |= dict.fromkeys(("weight_decay_exclude", "weight_decay_include"), "without weight_decay")
+        if self.grad_clip_norm is None:
+            reasons["use_sharded_clip_norm"] = "without grad_clip_norm"
+        return reasons
+
 
 def _check_momentum(config: OptimizerConfig) -> None:
     if config.beta1 is None and config.name not in ("sgd", "none"):
@@ -120,6 +146,7 @@ def build_optimizer(optimizer_config: OptimizerConfig) -> tuple[optax.GradientTr
     Returns:
         The optimizer, with a state that starts with one entry for each kind of clipping, and the schedule.
     """
+    warn_of_ignored(optimizer_config)
     schedule = build_lr_scheduler(optimizer_config.scheduler)
     before, after = build_gradient_transformations(optimizer_config)
     optimizer = build_optimizer_function(optimizer_config, schedule)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from xlstm_jax.configs import ConfigDict, ConfigError
-from xlstm_jax.trainer.optimizer.checks import check_name, check_not_negative
+from xlstm_jax.trainer.optimizer.checks import check_name, check_not_negative, warn_of_ignored
 
 DECAYING = ("linear", "cosine_decay", "exponential_decay")
 """Names whose main part leads from `lr` to `end_lr`."""
@@ -56,6 +56,15 @@ class SchedulerConfig(ConfigDict):
         _check_lengths(self)
         _check_main_part(self)
 
+    def ignored_fields(self) -> dict[str, str]:
+        """Return why fields have no effect beside the others, by name."""
+        reasons = {}
+        if self.name == "constant":
+            reasons |= dict.fromkeys(("end_lr", "end_lr_factor"), "on the schedule constant, which stays at lr")
+        if not self.cooldown_steps:
+            reasons["cooldown_lr"] = "without cooldown_steps"
+        return reasons
+
 
 def build_lr_scheduler(scheduler_config: SchedulerConfig) -> optax.Schedule:
     """Build the learning rate scheduler.
@@ -67,6 +76,7 @@ def build_lr_scheduler(scheduler_config: SchedulerConfig) -> optax.Schedule:
         A function from the step, a Python integer or a traced one, to the learning rate.
     """
     config = scheduler_config
+    warn_of_ignored(config)
     pieces, boundaries = [_build_main_part(config)], []
     if config.warmup_steps:
         pieces.insert(0, optax.linear_schedule(0.0, config.lr, config.warmup_steps))
