@@ -20,6 +20,7 @@ BASE = XLSTMConfig(vocab_size=24, embedding_dim=16, num_heads=2, num_blocks=4, c
 CONFIGS = {
     "mlstm": BASE,
     "written out, with biases": dataclasses.replace(BASE, scan_blocks=False, use_bias=True),
+    "more norms": dataclasses.replace(BASE, post_norm=True, qk_norm=True, qk_norm_scale=True),
     "paper": dataclasses.replace(BASE, block_kinds="xLSTM[1:1]"),
 }
 TOKENS, _ = tokens(24, rows=2, length=5)

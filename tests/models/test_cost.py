@@ -44,6 +44,9 @@ CONFIGS = KINDS | {
         qkv_block_size=8,
         dtype="bfloat16",
     ),
+    "mixed, all norms": dataclasses.replace(
+        MIXED, post_norm=True, qk_norm=True, qk_norm_scale=True, paper_norm="rmsnorm", up_gate_soft_cap=5.0
+    ),
     "float8": dataclasses.replace(MIXED, dtype="bfloat16", float8=True),
     "kept logits": dataclasses.replace(BASE, keep_logits=True),
     "llama, other sizes": dataclasses.replace(
@@ -91,7 +94,7 @@ def test_flops_are_those_of_the_training_loss(name):
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "norms"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "mixed, all norms"])
 def test_what_a_policy_computes_again_is_counted(kind, remat):
     check_flops(kind, remat=remat)
 

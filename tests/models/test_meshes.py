@@ -36,6 +36,23 @@ MODELS = {
             parallel=PARALLEL,
         )
     ),
+    "xlstm with all norms": XLSTM(
+        XLSTMConfig(
+            vocab_size=64,
+            embedding_dim=32,
+            num_heads=4,
+            num_blocks=3,
+            block_kinds=("mlstm", "mlstm_up", "slstm"),
+            paper_norm="rmsnorm",
+            norm_eps=1e-2,  # With less, five steps amplify rounding beyond the tolerance, in post-norms above all.
+            post_norm=True,
+            qk_norm=True,
+            qk_norm_scale=True,
+            up_gate_soft_cap=5.0,
+            chunk_size=8,
+            parallel=PARALLEL,
+        )
+    ),
     "llama": LlamaTransformer(
         LlamaConfig(
             vocab_size=64,

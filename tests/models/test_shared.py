@@ -22,7 +22,7 @@ from xlstm_jax.models.shared import (
     uniform_init,
     wang_init,
 )
-from xlstm_jax.models.shared.norms import LayerNorm, RMSNorm
+from xlstm_jax.models.shared.norms import LayerNorm, MultiHeadNorm, RMSNorm
 
 
 @pytest.mark.parametrize("distribution", ["normal", "truncated_normal", "uniform"])
@@ -47,6 +47,13 @@ def test_uniform_values_lie_between_their_bounds(key):
     values = uniform_init(2.0, 5.0)(key, (1000,), jnp.float32)
     assert 2.0 <= values.min() < 2.1
     assert 4.9 < values.max() <= 5.0
+
+
+def test_a_head_norm_of_root_mean_squares_takes_those_of_each_head(key):
+    x, scale = jax.random.normal(key, (2, 5, 3, 4)), jnp.arange(12.0)
+    norm = MultiHeadNorm("tp", eps=0.5, norm="rmsnorm")
+    expected = np.asarray(x) / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 0.5)
+    assert_close(norm.apply({"params": {"scale": scale}}, x), expected.reshape(2, 5, 12) * np.asarray(scale))
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -28,8 +28,17 @@ KINDS = {
     "mlstm, sigmoid gate, qk norm, biases": dataclasses.replace(
         BASE, input_gate="sigmoid", qk_norm=True, use_bias=True, gate_soft_cap=None
     ),
+    "mlstm, post norm, scaled qk norm": dataclasses.replace(BASE, post_norm=True, qk_norm=True, qk_norm_scale=True),
     "mlstm_up": dataclasses.replace(BASE, block_kinds="mlstm_up", norm="layernorm"),
     "slstm": dataclasses.replace(BASE, block_kinds="slstm", norm="layernorm", chunk_size=64),
+    "mixed, other norms": dataclasses.replace(
+        BASE,
+        num_blocks=2,
+        block_kinds=("slstm", "mlstm_up"),
+        paper_norm="rmsnorm",
+        post_norm=True,
+        up_gate_soft_cap=5.0,
+    ),
     "mixed": dataclasses.replace(BASE, num_blocks=3, block_kinds=("mlstm", "slstm", "mlstm_up")),
 }
 of_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -70,6 +79,35 @@ def test_an_empty_state_gives_the_logits_of_none(kind):
     model, variables, apply = ready(kind)
     logits, _ = apply(variables, TOKENS, state=model.init_state(TOKENS.shape[0]), return_state=True)
     assert_close(logits, apply(variables, TOKENS))
+
+
+def test_scales_of_one_change_nothing_in_a_norm_of_queries_and_keys():
+    model, variables, apply = ready("mlstm, post norm, scaled qk norm")
+    layer = variables["params"]["block_stack"]["block"]["mlstm"]
+    assert layer["q_norm"]["scale"].shape == layer["k_norm"]["scale"].shape == (2, model.config.qk_dim // 2)
+    scales = {name: {"scale": jnp.ones_like(layer[name]["scale"])} for name in ("q_norm", "k_norm")}
+    blocks = variables["params"]["block_stack"]["block"]
+    plain_layer = {name: part for name, part in layer.items() if name not in scales}
+
+    def with_layer(own):
+        return {"params": variables["params"] | {"block_stack": {"block": blocks | {"mlstm": own}}}}
+
+    expected = with_config(model, qk_norm_scale=False).apply(with_layer(plain_layer), TOKENS)
+    assert_close(apply(with_layer(layer | scales), TOKENS), expected)
+    assert not np.allclose(apply(variables, TOKENS), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["mlstm, post norm, scaled qk norm", "mixed, other norms"])
+def test_all_that_a_block_adds_goes_through_its_post_norms(kind):
+    _, variables, apply = ready(kind)
+
+    def without_post_norms(path, leaf):
+        is_post_norm = any("post_norm" in str(key) for key in path)
+        return jnp.zeros_like(leaf) if is_post_norm else leaf
+
+    silent = jax.tree_util.tree_map_with_path(without_post_norms, variables)
+    permuted = jnp.roll(TOKENS, 1, axis=1)  # What a token gives does not depend on those before it any more.
+    assert_close(jnp.roll(apply(silent, TOKENS), 1, axis=1), apply(silent, permuted))
 
 
 @pytest.mark.parametrize("return_state", [False, True])

@@ -89,6 +89,11 @@ def test_dropout_of_embeddings_without_a_rate_is_refused():
     assert dataclasses.replace(BASE, embedding_dropout=True, dropout_rate=0.1).embedding_dropout
 
 
+def test_scales_of_a_norm_that_is_off_are_refused():
+    with pytest.raises(ConfigError, match="qk_norm_scale does nothing without qk_norm: set qk_norm too"):
+        dataclasses.replace(BASE, qk_norm_scale=True)
+
+
 @pytest.mark.parametrize("size", [-1, 2])
 def test_a_pipeline_axis_that_models_would_ignore_is_refused(size):
     parallel = ParallelConfig(data_axis_size=1, pipeline_axis_size=size)

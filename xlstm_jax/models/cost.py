@@ -210,11 +210,13 @@ def _mlstm_block(config: XLSTMConfig, length: int) -> _Part:
     return _total(
         [
             _vectors(dim, v_dim, dim),
+            _vectors(*[dim] * (2 if config.post_norm else 0)),
+            _vectors(*[qk_dim // num_heads] * (2 if config.qk_norm_scale else 0)),
             *(dense(dim, size) for size in (qk_dim, qk_dim, v_dim, v_dim)),
             _mlstm_gates(config, length),
             _mlstm_cell(config, length, qk_dim // num_heads, v_dim // num_heads),
             dense(v_dim, dim),
-            _feed_forward(length, dim, config.ffn_hidden_dim, config.use_bias),
+            _feed_forward(length, dim, config.ffn_hidden_dim, config.use_bias, has_norm=config.post_norm),
         ]
     )
 
@@ -225,12 +227,13 @@ def _mlstm_up_block(config: XLSTMConfig, length: int) -> _Part:
     return _total(
         [
             _vectors(dim, inner_dim, inner_dim),
+            _vectors(*[dim] * (1 if config.post_norm else 0)),
             *(dense(dim, inner_dim) for _ in ("up", "gate")),
             _conv(config, inner_dim),
             *(_block_diagonal(length, inner_dim, config.qkv_block_size) for _ in "qkv"),
             *(_dense(length, 3 * inner_dim, num_heads, use_bias=True) for _ in ("igate", "fgate")),
             _mlstm_cell(config, length, inner_dim // num_heads, inner_dim // num_heads),
-            dense(inner_dim, dim, is_last=True),
+            dense(inner_dim, dim, is_last=not config.post_norm),
         ]
     )
 
@@ -240,10 +243,11 @@ def _slstm_block(config: XLSTMConfig, length: int) -> _Part:
     return _total(
         [
             _vectors(dim, 4 * dim, dim, dim),
+            _vectors(*[dim] * (2 if config.post_norm else 0)),
             _conv(config, dim),
             *(_block_diagonal(length, dim, head_dim) for _ in "ifzo"),
             _slstm_cell(length, dim, head_dim, state_dtype(config.gate_dtype).itemsize),
-            _feed_forward(length, dim, config.slstm_ffn_dim, config.use_bias),
+            _feed_forward(length, dim, config.slstm_ffn_dim, config.use_bias, has_norm=config.post_norm),
         ]
     )
 
@@ -319,11 +323,12 @@ def _slstm_cell(length: int, dim: int, head_dim: int, itemsize: int) -> _Part:
     )
 
 
-def _feed_forward(length: int, dim: int, hidden_dim: int, use_bias: bool) -> _Part:
+def _feed_forward(length: int, dim: int, hidden_dim: int, use_bias: bool, *, has_norm: bool = False) -> _Part:
+    """A norm of the results needs them again for its gradient."""
     return _total(
         [
             *(_dense(length, dim, hidden_dim, use_bias=use_bias) for _ in ("gate", "up")),
-            _dense(length, hidden_dim, dim, use_bias=use_bias, is_last=True),
+            _dense(length, hidden_dim, dim, use_bias=use_bias, is_last=not has_norm),
         ]
     )
 

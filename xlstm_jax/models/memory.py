@@ -131,7 +131,7 @@ def _mlstm(config: XLSTMConfig, placement: Placement) -> _Arrays:
     return _Arrays(
         inputs=itemsize * dim,
         stream=itemsize * dim,
-        projections=itemsize * (2 * qk_dim + 2 * v_dim + 2 * ffn_dim),
+        projections=itemsize * (2 * qk_dim + 2 * v_dim + 2 * ffn_dim + _normed_results(config, 2)),
         cell=cell,
         operands=itemsize * (v_dim + ffn_dim),
         rest=itemsize * 2 * dim,
@@ -148,7 +148,7 @@ def _mlstm_up(config: XLSTMConfig, placement: Placement) -> _Arrays:
     return _Arrays(
         inputs=itemsize * dim,
         stream=0,
-        projections=itemsize * 2 * inner_dim,
+        projections=itemsize * (2 * inner_dim + _normed_results(config, 1)),
         cell=cell,
         operands=itemsize * inner_dim,
         rest=itemsize * (dim + 6 * inner_dim) + qkv,
@@ -163,11 +163,16 @@ def _slstm(config: XLSTMConfig, placement: Placement) -> _Arrays:
     return _Arrays(
         inputs=itemsize * dim,
         stream=itemsize * dim,
-        projections=itemsize * 2 * ffn_dim,
+        projections=itemsize * (2 * ffn_dim + _normed_results(config, 2)),
         cell=own_dim * (gate + 4 * 6),  # hidden states; pre-activations and memories of each position in float32
         operands=itemsize * ffn_dim,
         rest=itemsize * (3 * dim + 3 * own_dim) + 4 * own_dim * gate,
     )
+
+
+def _normed_results(config: XLSTMConfig, num_branches: int) -> int:
+    """Count the results of branches that the backward pass of their norms reads."""
+    return num_branches * config.embedding_dim if config.post_norm else 0
 
 
 def _transformer(config: LlamaConfig, placement: Placement) -> _Arrays:

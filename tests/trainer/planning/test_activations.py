@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from trainer.planning.setups import LLAMA, SHAPE, make_setup
 
+from xlstm_jax.models.memory import Placement, activation_memory
 from xlstm_jax.trainer.planning.abstract import AbstractTrainer
 from xlstm_jax.trainer.planning.activations import kept_activations
 from xlstm_jax.trainer.planning.compiled import compile_here
@@ -26,6 +27,14 @@ def test_a_block_that_is_computed_again_keeps_its_input_in_the_precision_of_the_
 def test_the_more_is_computed_again_the_less_is_kept(shape):
     full, dots, norms, none = (kept(shape=shape, remat=remat) for remat in ("full", "dots", "norms", "none"))
     assert full < dots < norms < none
+
+
+def test_a_post_norm_keeps_the_results_of_its_layer_as_the_formula_says():
+    shapes = [dataclasses.replace(SHAPE, post_norm=post_norm) for post_norm in (False, True)]
+    without, with_norms = (kept(shape=shape, remat="dots") for shape in shapes)
+    placement = Placement(num_tokens=16 * 24, sequence_length=24)
+    saved = [activation_memory(dataclasses.replace(shape, remat="dots"), placement).saved for shape in shapes]
+    assert with_norms - without == saved[1] - saved[0]
 
 
 def test_parameters_that_stay_as_they_are_do_not_count():

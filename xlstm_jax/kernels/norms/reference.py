@@ -8,14 +8,20 @@ from jaxtyping import Array, Float
 
 def rms_norm(x: Float[Array, "*rows d"], scale: Float[Array, " d"], *, eps: float) -> Float[Array, "*rows d"]:
     """Divide features by their root mean square, and scale them."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale.astype(x.dtype)
+    return _over_root_mean_square(x, eps) * scale.astype(x.dtype)
 
 
 def head_norm(hidden: Float[Array, "*rows h d"], scale: Float[Array, " c"], *, eps: float) -> Float[Array, "*rows c"]:
     """Standardise the features of each head by themselves, and scale those of all heads."""
     flat = standardize(hidden, eps).reshape(*hidden.shape[:-2], -1)
+    return flat * scale.astype(hidden.dtype)
+
+
+def head_rms_norm(
+    hidden: Float[Array, "*rows h d"], scale: Float[Array, " c"], *, eps: float
+) -> Float[Array, "*rows c"]:
+    """Divide the features of each head by their root mean square, and scale those of all heads."""
+    flat = _over_root_mean_square(hidden, eps).reshape(*hidden.shape[:-2], -1)
     return flat * scale.astype(hidden.dtype)
 
 
@@ -30,4 +36,10 @@ def standardize(x: Float[Array, "*rows d"], eps: float) -> Float[Array, "*rows d
     """Subtract the mean of the last axis and divide by its deviation, in float32 at least."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    return (wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def _over_root_mean_square(x: Float[Array, "*rows d"], eps: float) -> Float[Array, "*rows d"]:
+    """Divide by the root mean square of the last axis, in float32 at least."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)

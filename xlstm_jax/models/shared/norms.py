@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.distributed.array_utils import axis_size
 from xlstm_jax.distributed.dense import SplitModule
 from xlstm_jax.kernels.norms import gated_head_norm, rms_norm, rms_norm_with_skip
-from xlstm_jax.kernels.norms.reference import head_norm, standardize
+from xlstm_jax.kernels.norms.reference import head_norm, head_rms_norm, standardize
 
 
 class RMSNorm(nn.Module):
@@ -58,24 +58,28 @@ class LayerNorm(nn.Module):
 
 
 class MultiHeadNorm(SplitModule):
-    """`LayerNorm` over the features of each head by itself; heads may be split over a mesh axis.
+    """A norm over the features of each head by itself; heads may be split over a mesh axis.
 
     Attributes:
         axis_name: The mesh axis.
-        eps: Added to the variance.
+        eps: Added to the variance, or to the mean square.
         param_dtype: Precision of the scale.
+        norm: `layernorm` or `rmsnorm`.
     """
 
     axis_name: str
     eps: float = 1e-6
     param_dtype: DTypeLike = jnp.float32
+    norm: str = "layernorm"
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `[..., heads, features]` and return `[..., heads * features]`."""
-        return head_norm(x, self._scale(x), eps=self.eps)
+        norm = {"layernorm": head_norm, "rmsnorm": head_rms_norm}[self.norm]
+        return norm(x, self._scale(x), eps=self.eps)
 
     def gated(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Normalise `[..., heads, features]` and multiply by the sigmoid of `[..., heads * features]`."""
+        assert self.norm == "layernorm"
         return gated_head_norm(x, gate, self._scale(x), eps=self.eps)
 
     @nn.compact

@@ -29,8 +29,8 @@ class _Kind(NamedTuple):
     init_state: Callable[[XLSTMConfig, int], PyTree]
     ffn: Callable[[XLSTMConfig], dict[str, Any]] | None
     """Width and activation of the feed-forward layer; `None` if there is none."""
-    norm: str | None
-    """The norm; that of the config if `None`."""
+    norm: Callable[[XLSTMConfig], str]
+    """The norm before its layers, and after them with `post_norm`."""
 
 
 KINDS = {
@@ -39,9 +39,9 @@ KINDS = {
         "mlstm",
         init_mlstm_state,
         lambda config: {"hidden_dim": config.ffn_hidden_dim, "activation": nn.silu},
-        None,
+        lambda config: config.norm,
     ),
-    "mlstm_up": _Kind(MLSTMUpLayer, "mlstm", init_mlstm_up_state, None, "layernorm"),
+    "mlstm_up": _Kind(MLSTMUpLayer, "mlstm", init_mlstm_up_state, None, lambda config: config.paper_norm),
     "slstm": _Kind(
         SLSTMLayer,
         "slstm",
@@ -50,13 +50,15 @@ KINDS = {
             "hidden_dim": config.slstm_ffn_dim,
             "activation": functools.partial(nn.gelu, approximate=False),
         },
-        "layernorm",
+        lambda config: config.paper_norm,
     ),
 }
 
 
 class Block(nn.Module):
     """`x + layer(norm(x))`, then `x + ffn(norm(x))` if the kind has a feed-forward layer.
+
+    With `post_norm`, what is added to `x` has a norm of its own.
 
     Attributes:
         kind: One of `KINDS`.
@@ -70,12 +72,12 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, state: PyTree, context: Context) -> tuple[jax.Array, PyTree]:
         """Return the outputs and the state after the last position."""
         kind, config = KINDS[self.kind], self.config
-        norm = functools.partial(create_norm, config, kind.norm or config.norm)
+        norm = functools.partial(create_norm, config, kind.norm(config))
         dropout = nn.Dropout(config.dropout_rate, deterministic=not context.train)
         layer = kind.layer(config, name=kind.layer_name)
         x, normed = norm(name=f"norm_{kind.layer_name}").with_skip(x)
         y, state = layer(normed, state, context)
-        x = add_branch(context.asked_for(x), dropout(y))
+        x = add_branch(context.asked_for(x), dropout(self._normalised(y, kind.layer_name)))
         if kind.ffn is not None:
             feed_forward = GatedFeedForward(
                 **kind.ffn(config),
@@ -85,9 +87,16 @@ class Block(nn.Module):
                 name="ffn",
             )
             x, normed = norm(name="norm_ffn").with_skip(x)
-            x = add_branch(x, dropout(feed_forward(normed)))
+            x = add_branch(x, dropout(self._normalised(feed_forward(normed), "ffn")))
         sow_spread(self, block_output=x)
         return x, state if context.keeps_state else None
+
+    def _normalised(self, y: jax.Array, layer_name: str) -> jax.Array:
+        """Return the results of a layer, after their norm if they have one."""
+        config = self.config
+        if not config.post_norm:
+            return y
+        return create_norm(config, KINDS[self.kind].norm(config), f"post_norm_{layer_name}")(y)
 
 
 def create_norm(config: XLSTMConfig, norm: str, name: str) -> RMSNorm | LayerNorm:

@@ -22,12 +22,12 @@ _COUNTS = (
 )
 FIELDS_OF_KINDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("mlstm",): (
-        *("qk_dim_factor", "v_dim_factor", "gate_soft_cap", "input_gate_bias_init", "qk_norm"),
+        *("qk_dim_factor", "v_dim_factor", "qk_norm", "qk_norm_scale", "gate_soft_cap", "input_gate_bias_init"),
         *("ffn_proj_factor", "ffn_round_up", "ffn_dim"),
     ),
     ("mlstm", "mlstm_up"): ("input_gate", "cell_eps", "chunk_size", "mlstm_backend"),
-    ("mlstm_up",): ("up_proj_factor", "qkv_block_size"),
-    ("mlstm_up", "slstm"): ("conv_kernel_size",),
+    ("mlstm_up",): ("up_proj_factor", "qkv_block_size", "up_gate_soft_cap"),
+    ("mlstm_up", "slstm"): ("conv_kernel_size", "paper_norm"),
     ("slstm",): ("slstm_ffn_factor", "slstm_backend"),
 }
 """Which fields only blocks of some kinds read; all other fields hold for every model."""
@@ -58,7 +58,11 @@ class XLSTMConfig(ConfigDict):
     use_bias: bool = False
     """Whether projections have biases; gates always have."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """The norm of `mlstm` blocks and before the head; the blocks of the paper always have layer norms."""
+    """The norm of `mlstm` blocks and before the head."""
+    paper_norm: Literal["rmsnorm", "layernorm"] = "layernorm"
+    """The norm of `mlstm_up` and `slstm` blocks, over all features and over those of each head."""
+    post_norm: bool = False
+    """Normalise what a layer returns before it is added to the residual stream, by the norm of its block."""
     norm_eps: float = 1e-6
     logits_soft_cap: float | None = 30.0
     """Squash logits into (-cap, cap); `None` leaves them as they are."""
@@ -74,7 +78,9 @@ class XLSTMConfig(ConfigDict):
     input_gate_bias_init: float = -10.0
     """Initial bias of the input gates of `mlstm` blocks; those of the paper draw theirs."""
     qk_norm: bool = False
-    """Normalise queries and keys of each head of `mlstm` blocks."""
+    """Standardise queries and keys of each head of `mlstm` blocks."""
+    qk_norm_scale: bool = False
+    """Multiply what `qk_norm` returns by learned scales, one for each feature of a head and the same in all heads."""
     cell_eps: float = 1e-6
     """Added to the denominator of the mLSTM, in `mlstm` and `mlstm_up` blocks."""
     ffn_proj_factor: float = 2.667
@@ -88,6 +94,8 @@ class XLSTMConfig(ConfigDict):
     """Inputs that the convolutions of `mlstm_up` and `slstm` blocks see."""
     up_proj_factor: float = 2.0
     """Width of `mlstm_up` layers over that of the model."""
+    up_gate_soft_cap: float | None = None
+    """Squash pre-activations of `mlstm_up` gates into (-cap, cap); `None` leaves them as they are."""
     qkv_block_size: int = 4
     """Size of the blocks of the block-diagonal projections in `mlstm_up` layers."""
     slstm_ffn_factor: float = 1.3
@@ -126,12 +134,14 @@ class XLSTMConfig(ConfigDict):
         check_dtypes(self, ("dtype", "param_dtype", "gate_dtype", "head_dtype"))
         check_parallel(self.parallel)
         self._check_divisions()
-        for name in ("logits_soft_cap", "gate_soft_cap"):
+        for name in ("logits_soft_cap", "gate_soft_cap", "up_gate_soft_cap"):
             cap = getattr(self, name)
             if cap is not None and cap <= 0:
                 raise ConfigError(f"{name} is {cap}, but must be positive, or None for no cap.")
         if not 0 <= self.dropout_rate < 1:
             raise ConfigError(f"dropout_rate is {self.dropout_rate}, but must be in [0, 1).")
+        if self.qk_norm_scale and not self.qk_norm:
+            raise ConfigError("qk_norm_scale does nothing without qk_norm: set qk_norm too, or leave it off.")
         if self.embedding_dropout and self.dropout_rate == 0:
             raise ConfigError("embedding_dropout does nothing with dropout_rate 0: set a rate, or leave it off.")
 

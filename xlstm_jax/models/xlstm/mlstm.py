@@ -13,7 +13,7 @@ from xlstm_jax.kernels.mlstm import MLSTMState, empty_state, mlstm, mlstm_step
 from xlstm_jax.kernels.mlstm.state import state_dtype
 from xlstm_jax.kernels.norms.reference import standardize
 from xlstm_jax.models.shared.init import small_init, wang_init
-from xlstm_jax.models.shared.norms import MultiHeadNorm
+from xlstm_jax.models.shared.norms import LayerNorm, MultiHeadNorm
 from xlstm_jax.models.shared.projections import project
 from xlstm_jax.models.shared.stack import Context
 from xlstm_jax.models.shared.statistics import COLLECTION, sow_gates, sow_mean, sow_spread
@@ -39,7 +39,7 @@ class MLSTMLayer(nn.Module):
         *heads, output_gate, igate, fgate = project(self, x, layers, **common_arguments(config))
         q, k, v = (part.reshape(*x.shape[:-1], num_heads, -1) for part in heads)
         if config.qk_norm:
-            q, k = standardize(q, config.norm_eps), standardize(k, config.norm_eps)
+            q, k = self._normalised(q, "q_norm"), self._normalised(k, "k_norm")
         igate, fgate = (soft_cap_logits(gate, config.gate_soft_cap) for gate in (igate, fgate))
         hidden, state = run_cell(config, q, k, v, igate, fgate, state, context)
         hidden, output_gate = context.asked_for(hidden), context.asked_for(output_gate)
@@ -57,6 +57,13 @@ class MLSTMLayer(nn.Module):
             **common_arguments(config),
         )
         return out(gated), state
+
+    def _normalised(self, x: jax.Array, name: str) -> jax.Array:
+        """Standardise the features of each head, with a learned scale if there is one."""
+        config = self.config
+        if not config.qk_norm_scale:
+            return standardize(x, config.norm_eps)
+        return LayerNorm(config.norm_eps, jnp.dtype(config.param_dtype), name=name)(x)
 
     def _projections(self) -> dict[str, dict[str, Any]]:
         """Return the layers that see the input."""

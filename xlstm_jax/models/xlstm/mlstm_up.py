@@ -17,6 +17,7 @@ from xlstm_jax.models.shared.conv import CausalConv
 from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import MultiHeadNorm
 from xlstm_jax.models.shared.stack import Context
+from xlstm_jax.models.shared.utils import soft_cap_logits
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.models.xlstm.mlstm import common_arguments, run_cell, sow_cell
 
@@ -59,10 +60,12 @@ class MLSTMUpLayer(SplitModule):
             _GateOfAll(name, config, name=name)(jnp.stack([q, k, v], axis=-2)).astype(config.gate_dtype)
             for name in ("igate", "fgate")
         )
+        igate, fgate = (soft_cap_logits(gate, config.up_gate_soft_cap) for gate in (igate, fgate))
         q, k, v = (y.reshape(*y.shape[:-1], num_heads, -1) for y in (q, k, v))
         hidden, cell = run_cell(config, q, k, v, igate, fgate, cell, context)
         hidden, activated, gate = (context.asked_for(y) for y in (hidden, activated, gate))
-        normed = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, name="multihead_norm")(hidden)
+        norm = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, config.paper_norm, name="multihead_norm")
+        normed = norm(hidden)
         skip = self.split_param("skip", nn.initializers.ones, (config.inner_dim,), param_dtype, 0, axis_name)
         gated = (normed + skip.astype(normed.dtype) * activated) * nn.silu(gate)
         down_init = wang_init(config.embedding_dim, config.num_blocks)

@@ -71,7 +71,8 @@ class SLSTMLayer(SplitModule):
         hidden = context.asked_for(hidden)
         dropout = nn.Dropout(config.dropout_rate, deterministic=not context.train)
         hidden = dropout(hidden.astype(dtype), rng=self._dropout_key(context))
-        normed = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, name="multihead_norm")(hidden)
+        norm = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, config.paper_norm, name="multihead_norm")
+        normed = norm(hidden)
         sow_spread(self, h_state=hidden, h_state_norm=normed)
         return gather_whole(normed, (None, None, axis_name)), SLSTMBlockState(conv_state, cell)
 
