@@ -61,6 +61,12 @@ def test_a_state_dict_may_hold_tied_weights_twice():
         params_of(model, rules, twice | {"lm_head.weight": twice["lm_head.weight"] + 1})
 
 
+def test_fields_that_a_file_lacks_have_the_defaults_of_hugging_face():
+    transformers = pytest.importorskip("transformers")
+    sizes = {name: value for name, value in THEIRS.items() if name != "rms_norm_eps"} | {"num_key_value_heads": 1}
+    assert config_from_huggingface(sizes) == config_from_huggingface(transformers.LlamaConfig(**sizes).to_dict())
+
+
 def test_fields_of_files_old_and_new_are_read():
     old = config_from_huggingface(THEIRS | {"rope_theta": 5e5, "rope_scaling": None})
     new = config_from_huggingface(THEIRS | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
@@ -76,6 +82,8 @@ def test_fields_of_files_old_and_new_are_read():
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "mlp_bias is False"),
+        ({"model_type": "mistral"}, "model_type is 'mistral', but must be 'llama'"),
+        ({"intermediate_size": None}, "The config has no intermediate_size"),
         ({"head_dim": 6}, r"head_dim \* num_attention_heads is 18"),
     ],
 )

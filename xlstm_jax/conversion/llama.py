@@ -3,11 +3,14 @@
 from typing import Any
 
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.conversion.huggingface import check_config
 from xlstm_jax.conversion.rules import COPY, LINEAR, Rule, Transform, lm_head, rename
 from xlstm_jax.models.llama.config import LlamaConfig
 
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
 FEED_FORWARD = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def config_from_huggingface(config: dict[str, Any], **changes: Any) -> LlamaConfig:
@@ -20,6 +23,7 @@ def config_from_huggingface(config: dict[str, Any], **changes: Any) -> LlamaConf
     Returns:
         The config.
     """
+    check_config(config, "llama", _SIZES)
     # Files from before transformers 5 have the base and the scaling of rotary positions in two fields.
     rotary = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta", 10000.0),
@@ -43,10 +47,10 @@ def config_from_huggingface(config: dict[str, Any], **changes: Any) -> LlamaConf
         "num_blocks": config["num_hidden_layers"],
         "head_dim": head_dim,
         "num_kv_heads": config.get("num_key_value_heads"),
-        "theta": rotary["rope_theta"],
+        "theta": rotary.get("rope_theta", 10000.0),
         "ffn_dim": config["intermediate_size"],
         "use_bias": config.get("attention_bias", False),
-        "norm_eps": config["rms_norm_eps"],
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
         "tie_weights": config.get("tie_word_embeddings", False),
     }
     return LlamaConfig(**(fields | changes))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.conversion.huggingface import check_config, check_values, same_of
 from xlstm_jax.conversion.rules import (
     BLOCK_DIAGONAL,
     COPY,
@@ -17,8 +18,40 @@ from xlstm_jax.conversion.rules import (
 )
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 
-_OF_HUGGINGFACE = {"use_bias": False, "qk_norm": False, "input_gate": "exp", "norm": "rmsnorm"}
+_OF_HUGGINGFACE = {"use_bias": False, "qk_norm": False, "post_norm": False, "input_gate": "exp", "norm": "rmsnorm"}
 """What is not to be chosen in their model, by our names."""
+_OF_PAPER = {
+    "norm": "layernorm",
+    "paper_norm": "layernorm",
+    "post_norm": False,
+    "up_gate_soft_cap": None,
+    "logits_soft_cap": None,
+}
+"""The same of the paper's models."""
+_HIDDEN_SIZE, _NUM_LAYERS = "hidden_size/embedding_dim", "num_hidden_layers/num_blocks"
+"""Fields with two names; files of the package `xlstm` have only the second."""
+_DEFAULTS = {
+    "use_bias": False,
+    "tie_word_embeddings": False,
+    "norm_eps": 1e-6,
+    "eps": 1e-6,
+    "qk_dim_factor": 0.5,
+    "v_dim_factor": 1.0,
+    "ffn_proj_factor": 2.667,
+    "ffn_round_up_to_multiple_of": 64,
+    "gate_soft_cap": 15.0,
+    "output_logit_soft_cap": 30.0,
+    "chunk_size": 64,
+}
+"""Their values where a file does not have them."""
+_CONVERTED = {
+    "weight_mode": "single",
+    "add_out_norm": True,
+    "add_qk_norm": False,
+    "add_post_norm": False,
+    "add_post_blocks_norm": True,
+}
+"""The only values of these fields that are converted; the last three are in files of the published models."""
 
 
 def config_from_huggingface(config: dict[str, Any], **changes: Any) -> XLSTMConfig:
@@ -31,16 +64,19 @@ def config_from_huggingface(config: dict[str, Any], **changes: Any) -> XLSTMConf
     Returns:
         The config.
     """
-    hidden = config["hidden_size"] if config.get("embedding_dim") is None else config["embedding_dim"]
+    check_config(config, "xlstm", ("vocab_size", _HIDDEN_SIZE, _NUM_LAYERS, "num_heads"))
+    config = _DEFAULTS | config
+    check_values(config, _CONVERTED | {"cell_norm_eps": config["norm_eps"]})
+    _refuse_sigmoid_gates(config)
+    hidden = same_of(config, _HIDDEN_SIZE)
     multiple = config["ffn_round_up_to_multiple_of"]
     # They add before they divide a float, so a width just above a multiple is rounded down.
     ffn_dim = int((hidden * config["ffn_proj_factor"] + multiple - 1) // multiple * multiple)
-    num_blocks = config["num_hidden_layers"] if config.get("num_blocks") is None else config["num_blocks"]
     fields = {
         "vocab_size": config["vocab_size"],
         "embedding_dim": hidden,
         "num_heads": config["num_heads"],
-        "num_blocks": num_blocks,
+        "num_blocks": same_of(config, _NUM_LAYERS),
         "block_kinds": "mlstm",
         "use_bias": config["use_bias"],
         "tie_weights": config["tie_word_embeddings"],
@@ -56,17 +92,21 @@ def config_from_huggingface(config: dict[str, Any], **changes: Any) -> XLSTMConf
     return XLSTMConfig(**(fields | changes))
 
 
+def _refuse_sigmoid_gates(config: dict[str, Any]) -> None:
+    for name in ("chunkwise_kernel", "sequence_kernel", "step_kernel"):
+        if "siging" in str(config.get(name)):
+            raise ConfigError(
+                f"{name} is {config[name]!r}, a kernel with sigmoid input gates, but models of Hugging Face have "
+                "exponential ones: only such a model can be converted."
+            )
+
+
 def huggingface_rules(config: XLSTMConfig) -> list[Rule]:
     """Return the rules for the state dict of `xLSTMForCausalLM` without fused weights and without biases.
 
     A config of ours that computes what their model cannot is refused.
     """
-    for name, possible in _OF_HUGGINGFACE.items():
-        if getattr(config, name) != possible:
-            raise ConfigError(
-                f"{name} is {getattr(config, name)!r}, but the xLSTM of Hugging Face, as it is converted here, has "
-                f"{possible!r}: only such a model can be converted."
-            )
+    _refuse_what_they_lack(config, _OF_HUGGINGFACE, "the xLSTM of Hugging Face")
     if set(config.kinds) != {"mlstm"}:
         raise ConfigError(
             f"block_kinds is {config.block_kinds!r}, but the xLSTM of Hugging Face has only blocks 'mlstm': take "
@@ -100,6 +140,15 @@ def huggingface_rules(config: XLSTMConfig) -> list[Rule]:
         rename("backbone.out_norm.weight", "lm_head.out_norm.scale"),
         lm_head("backbone.embeddings.weight", config.tie_weights),
     ]
+
+
+def _refuse_what_they_lack(config: XLSTMConfig, fixed: dict[str, Any], model: str) -> None:
+    for name, possible in fixed.items():
+        if getattr(config, name) != possible:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, but {model}, as it is converted here, has {possible!r}: only "
+                "such a model can be converted."
+            )
 
 
 def config_from_paper(config: dict[str, Any], **changes: Any) -> XLSTMConfig:
@@ -147,7 +196,11 @@ def _shared_field(layers: dict[str, dict[str, Any]], name: str) -> int:
 
 
 def paper_rules(config: XLSTMConfig) -> list[Rule]:
-    """Return the rules for the state dict of `xLSTMLMModel` with the vanilla sLSTM cell."""
+    """Return the rules for the state dict of `xLSTMLMModel` with the vanilla sLSTM cell.
+
+    A config of ours that computes what their model cannot is refused.
+    """
+    _refuse_what_they_lack(config, _OF_PAPER, "the xLSTM of the paper")
     blocks = [
         rule.at(index)
         for index, kind in enumerate(config.kinds)
