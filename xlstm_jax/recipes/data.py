@@ -216,7 +216,8 @@ def _read_weights_at(step: Any, given: Any, weights: Mapping[str, float]) -> lis
 
 def _read_set(layers: Sequence[Layer], prepared: Mapping[str, Any], *, is_train: bool) -> DataConfig:
     given = {name: value for layer in layers for name, value in layer.fields.items()}
-    fields = ({"data_config_type": "grain_arrayrecord"} if prepared else {}) | given | prepared
+    kind = {"data_config_type": "grain_arrayrecord"} if prepared else {}
+    fields = {**kind, **given, **prepared}
     config_class = _find_class(fields.get("data_config_type"))
     known = {field.name for field in dataclasses.fields(config_class)}
     defaults = {"shuffle_data": is_train, "drop_remainder": is_train, "split": "train" if is_train else "validation"}
