@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, on_mesh
 
 from xlstm_jax.checkpoint.retention import Retention
-from xlstm_jax.checkpoint.store import CheckpointNotFoundError, CheckpointStore
+from xlstm_jax.checkpoint.store import CheckpointNotFoundError, CheckpointNotWrittenError, CheckpointStore
 from xlstm_jax.models.shared import layout as model_layout
 
 MESHES = {"dp8": {"dp": 8}, "fsdp8": {"fsdp": 8}, "dp2-fsdp2-tp2": {"dp": 2, "fsdp": 2, "tp": 2}}
@@ -158,6 +158,22 @@ def test_no_checkpoint_is_dropped_before_the_next_is_whole(tmp_path):
     store.close()
 
 
+def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    save_small(store, 1)
+    store.wait()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10))
+    needed = (
+        r"checkpoint_2 could not be written \(it needs 0\.0 MiB, but the disk has 0\.0 MiB\); the last whole one is "
+    )
+    with pytest.raises(CheckpointNotWrittenError, match=f"{needed}of step 1"):
+        save_small(store, 2)
+    assert store.steps() == [1]
+    assert store.problem(1, None) is None
+    assert not list(tmp_path.glob("checkpoint_2*"))
+    store.close()
+
+
 def test_a_checkpoint_that_could_not_be_written_is_reported_and_not_listed(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("No space left on device")
@@ -169,7 +185,8 @@ def test_a_checkpoint_that_could_not_be_written_is_reported_and_not_listed(tmp_p
         patch.setattr("etils.epath.backend._OsPathBackend.rename", fail)
         save_small(store, 2)
         with pytest.raises(
-            RuntimeError, match=r"checkpoint_2 could not be written .No space.*; the last whole one is of step 1"
+            CheckpointNotWrittenError,
+            match=r"checkpoint_2 could not be written .No space.*; the last whole one is of step 1",
         ):
             store.wait()
     assert store.steps() == [1]

@@ -17,6 +17,7 @@ from processes import TESTS, wait_until
 
 from xlstm_jax.cli import header
 from xlstm_jax.cli.main import main
+from xlstm_jax.dataset.token_shards import ShardError
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_config import build_run
 
@@ -194,11 +195,27 @@ def test_a_sweep_is_a_run_for_each_value(folder, capsys):
 
 
 @pytest.mark.parametrize(("codes", "num_runs", "code"), [([3, 0, 1], 3, 3), ([0, 0, 0], 3, 0), ([0, 130, 0], 2, 130)])
-def test_only_a_signal_ends_a_sweep_before_its_last_run(codes, num_runs, code, folder, monkeypatch):
+def test_only_a_signal_ends_a_sweep_before_its_last_run(codes, num_runs, code, folder, monkeypatch, capsys):
     started = []
     monkeypatch.setattr("xlstm_jax.cli.train.train_in", lambda *run: started.append(run) or codes[len(started) - 1])
     assert main(["train", "-m", *TINY, "trainer.seed=3,5,7"]) == code
     assert len(started) == num_runs
+    lines = capsys.readouterr().out.splitlines()[-num_runs:]
+    assert [word for line in lines for word in line.split() if "seed" in word] == [
+        f"trainer.seed={seed}" for seed in (3, 5, 7)[:num_runs]
+    ]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a.txt"), ShardError("The shard is cut.")])
+def test_an_error_of_data_or_disk_during_training_is_one_line(error, trained, folder, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    shutil.copytree(trained[0] / "outputs", folder / "outputs")
+    monkeypatch.setattr("xlstm_jax.recipes.run.Run.compile", fail)
+    assert main(["resume", "latest", "num_train_steps=9"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line in ("a.txt: No space left on device.", "The shard is cut.")
 
 
 def test_every_run_of_a_sweep_is_checked_before_the_first_one_starts(folder, capsys, monkeypatch):

@@ -71,6 +71,12 @@ def test_a_resumed_run_that_is_longer_has_the_warm_up_of_a_run_of_that_length():
     assert [(each.warmup_steps, each.decay_steps) for each in schedules] == [(3, 60), (48, 950), (48, 1900)]
 
 
+def test_settings_with_a_scaled_warm_up_can_be_changed_first_of_all():
+    OmegaConf.clear_resolver("scaled")
+    settings = {"num_train_steps": 10, "scheduler": {"warmup_steps": "${scaled:4,20}"}}
+    assert resolved(change(settings, ["num_train_steps=15"]))["scheduler"]["warmup_steps"] == 3
+
+
 def test_fields_that_no_file_mentions_can_be_set():
     assert run_of("model.qk_norm=true").model.model_config.qk_norm
 

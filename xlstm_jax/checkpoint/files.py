@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+from pathlib import Path
 
 from etils import epath
 
@@ -38,6 +40,14 @@ def checkpoint_folder(run: str | os.PathLike) -> epath.Path:
 def is_remote(path: epath.Path) -> bool:
     """Tell whether a path is not one of this machine's file system."""
     return "://" in os.fspath(path)
+
+
+def free_bytes(folder: epath.Path) -> int | None:
+    """Return how much room a folder has, or the nearest one around it that is there; `None` for a remote one."""
+    if is_remote(folder):
+        return None
+    there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+    return shutil.disk_usage(there).free
 
 
 def write_atomically(file: epath.Path, text: str) -> None:

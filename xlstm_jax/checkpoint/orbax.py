@@ -16,8 +16,13 @@ logging.root.handlers[:] = _HANDLERS
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Tell whether a message of Orbax is worth reading: that single arrays are not merged is always so."""
-    return "Skipping merge of OCDBT" not in record.getMessage()
+    """Tell whether a message of Orbax is worth reading.
+
+    That single arrays are not merged is always so. An error of a thread that writes is raised again in the main thread,
+    where `CheckpointStore` says what it means.
+    """
+    is_raised_again = record.levelno >= logging.ERROR and bool(record.exc_info)
+    return not is_raised_again and "Skipping merge of OCDBT" not in record.getMessage()
 
 
 logging.getLogger("absl").addFilter(_is_news)

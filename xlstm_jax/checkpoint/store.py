@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import datetime
+import errno
 import json
 import logging
 import math
@@ -22,6 +23,7 @@ from xlstm_jax.checkpoint.files import (
     absolute,
     clean_up,
     delete_checkpoint,
+    free_bytes,
     is_remote,
     quarantine,
     quarantined,
@@ -37,10 +39,17 @@ from xlstm_jax.utils.pytree_utils import delete_arrays_in_pytree
 LOGGER = logging.getLogger(__name__)
 
 PREFIX = "checkpoint"
+MEBIBYTE = 2**20
+SMALLEST_SHARE = 0.8
+"""Of the bytes of a state, what a checkpoint takes at least: trained weights are hardly compressed."""
 
 
 class CheckpointNotFoundError(FileNotFoundError, ValueError):
     """There is no checkpoint, or not the one that was asked for."""
+
+
+class CheckpointNotWrittenError(RuntimeError):
+    """A checkpoint could not be written, such as on a full disk; earlier ones are as they were."""
 
 
 class CheckpointStore:
@@ -190,6 +199,7 @@ class CheckpointStore:
         """
         assert not self.read_only
         self.wait()
+        self._check_room(step, arrays)
         if step in self._metrics:
             LOGGER.warning("Replacing %s: it is from before this run came to this step.", self.path(step))
             self._delete([step])
@@ -297,14 +307,27 @@ class CheckpointStore:
         try:
             manager.wait_until_finished()
         except Exception as error:
-            last = next(reversed(self._metrics), None)
-            raise RuntimeError(
-                f"{self.path(step)} could not be written ({error}); the last whole one is of step {last}."
-            ) from error
+            raise self._not_written(step, _reason(error)) from error
         if self.checksums and jax.process_index() == 0:
             seal_root(self.path(step))
         self._metrics[step] = {}
         self._drop_old()
+
+    def _check_room(self, step: int, arrays: Mapping[str, PyTree]) -> None:
+        """Raise before anything is written if the disk has no room; several processes may have disks of their own."""
+        free = free_bytes(self.folder)
+        needed = int(
+            SMALLEST_SHARE * sum(leaf.nbytes for leaf in jax.tree.leaves(dict(arrays)) if hasattr(leaf, "nbytes"))
+        )
+        if free is not None and free < needed and jax.process_count() == 1:
+            reason = f"it needs {needed / MEBIBYTE:,.1f} MiB, but the disk has {free / MEBIBYTE:,.1f} MiB"
+            raise self._not_written(step, reason)
+
+    def _not_written(self, step: int, reason: str) -> CheckpointNotWrittenError:
+        last = next(reversed(self._metrics), None)
+        return CheckpointNotWrittenError(
+            f"{self.path(step)} could not be written ({reason}); the last whole one is of step {last}."
+        )
 
     def close(self) -> None:
         """Wait until all is written, and end the threads that write."""
@@ -454,3 +477,10 @@ def _check_random_keys(checkpoint: epath.Path, stored: Mapping[str, str], wanted
                 f"{name} in {checkpoint} is a random key of the kind {stored[name]}, here it is {kind}: set "
                 f"jax.config.update('jax_default_prng_impl', {stored[name]!r}) before the trainer is created."
             )
+
+
+def _reason(error: Exception) -> str:
+    """Return in a line why a checkpoint could not be written; libraries say on several where in their code it was."""
+    text = " ".join(str(error).split())
+    full = os.strerror(errno.ENOSPC)
+    return full if full in text else text

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
     try:
-        if args.devices is not None and args.devices < 1:
-            raise ConfigError(f"--devices is {args.devices}, but must be at least 1.")
+        _check(args)
         settings = compose(args.overrides, args.config_dir)
         return _plan(settings, args)
     except ConfigError as error:
@@ -49,6 +49,15 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         complain(describe_error(error))
         return 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse numbers that no plan can use."""
+    for name, value in (("--devices", args.devices), ("--max-compilations", args.max_compilations)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}, but must be at least 1.")
+    if args.target_memory is not None and not 0 < args.target_memory < math.inf:
+        raise ConfigError(f"--target-memory is {args.target_memory}, but must be a number of GiB above 0.")
 
 
 def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:

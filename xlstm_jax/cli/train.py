@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Any
 from xlstm_jax.cli.gpu_memory import set_memory_fraction
 from xlstm_jax.cli.interrupts import exit_on_ctrl_c
 from xlstm_jax.cli.screen import as_command, as_typed, complain, describe_error, show
+from xlstm_jax.cli.sweep_table import SweepRun, describe_sweep
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import (
     GROUPS_FOLDER,
@@ -108,11 +110,13 @@ def _call_hydra(words: Sequence[str], *, is_sweep: bool) -> int:
     """Let Hydra run what the words say, and return the exit code: for a sweep, the worst of its runs."""
     import hydra
 
-    codes = [0]
+    codes, ended = [0], []
 
     def train_one(config: Any) -> None:
         """Train one run that Hydra has composed, in the folder that it has made."""
-        code, goes_on = _train_composed(config)
+        run, goes_on = _train_composed(config)
+        code = run.exit_code
+        ended.append(run)
         if is_sweep and goes_on and code < 128:  # A signal is meant for the sweep.
             codes.append(code)
         elif code:
@@ -130,22 +134,25 @@ def _call_hydra(words: Sequence[str], *, is_sweep: bool) -> int:
     finally:
         sys.argv = argv
         messages.removeHandler(handler)
+    if is_sweep and ended:  # Jobs of a launcher end elsewhere.
+        show(f"\n{describe_sweep(ended)}")
     return max(codes)
 
 
-def _train_composed(config: Any) -> tuple[int, bool]:
-    """Train, and return the exit code and whether this process has the other runs of a sweep too."""
+def _train_composed(config: Any) -> tuple[SweepRun, bool]:
+    """Train, and return the run and whether this process has the other runs of a sweep too."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     hydra: Any = HydraConfig.instance().cfg
-    notes = {
+    notes: dict[str, Any] = {
         "hydra.yaml": OmegaConf.to_container(hydra, enum_to_str=True),
         "overrides.yaml": OmegaConf.to_container(hydra.hydra.overrides.task),
     }
     settings: Any = OmegaConf.to_container(config)
-    code = train_in(Path(hydra.hydra.runtime.output_dir), settings, notes)
-    return code, hydra.hydra.launcher["_target_"].endswith(".BasicLauncher")
+    folder = Path(hydra.hydra.runtime.output_dir)
+    run = SweepRun(folder, notes["overrides.yaml"], train_in(folder, settings, notes))
+    return run, hydra.hydra.launcher["_target_"].endswith(".BasicLauncher")
 
 
 def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | None = None, step: int = -1) -> int:
@@ -167,6 +174,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     set_memory_fraction()  # A job of a launcher does not come through `main`.
     # Libraries give the root logger handlers of theirs; what is said here has its own.
     logging.getLogger("xlstm_jax").propagate = False
+    has_failed = False
     try:
         with exit_on_ctrl_c(lambda: _describe_early_stop(folder)):
             while (opened := _train_if_it_fits(settings, folder, notes, step)) is None:
@@ -176,7 +184,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
         return WRONG_SETTING
     except RunFailedError as error:
         complain(str(error))
-        return 1
+        has_failed = True
     except TrainingInterrupted as stop:
         show(f"Stopped at step {stop.step}, and saved. Go on with:  {as_command('resume', folder)}")
         raise
@@ -185,6 +193,9 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
         return 128 + signal.SIGINT
     finally:
         STARTUP.finish()
+    if has_failed:
+        gc.collect()  # Coroutines of a checkpoint that was cut off complain if the end of the process collects them.
+        return 1
     show(describe_end(opened))
     return EXIT_CODES.get(opened.trainer.status, 0)
 
@@ -226,6 +237,7 @@ class RunFailedError(Exception):
 @contextlib.contextmanager
 def _errors_in_a_line(folder: Path) -> Iterator[None]:
     """Report what is wrong with data, folder or disk in a line, unless HYDRA_FULL_ERROR is set."""
+    from xlstm_jax.checkpoint.store import CheckpointNotWrittenError
     from xlstm_jax.trainer.callbacks.checkpointing import OtherSettingsError
 
     try:
@@ -234,7 +246,7 @@ def _errors_in_a_line(folder: Path) -> Iterator[None]:
         raise
     except OtherSettingsError as error:
         raise ConfigError(f"{error.problem}: {as_command('train', '...', f'init_from={as_typed(folder)}')}") from error
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError, CheckpointNotWrittenError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
         raise RunFailedError(describe_error(error)) from error

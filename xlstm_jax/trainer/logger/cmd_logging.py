@@ -33,7 +33,18 @@ class _StdoutHandler(logging.Handler):
 
 
 class _LogFileHandler(logging.FileHandler):
-    """Tells our file from those that users add."""
+    """Tells our file from those that users add, and says once if it cannot be written, as on a full disk."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Say in a line what is wrong with the file; what is wrong with a message is reported as usual."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            sys.stderr.write(f"{self.baseFilename} cannot be written: {error.strerror}.\n")
 
 
 class _ExceptionLogger:
