@@ -7,14 +7,31 @@ from types import SimpleNamespace
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
+from rich.panel import Panel
+from rich.table import Table
 
 from xlstm_jax.cli.header import describe_end
-from xlstm_jax.cli.screen import as_command, as_value, describe_error
+from xlstm_jax.cli.screen import as_command, as_value, describe_error, show
 
 
 def test_a_command_is_what_a_shell_reads_as_its_words():
     words = ["resume", Path("my runs/größe"), "callbacks=[default]", "name=it's mine"]
     assert shlex.split(as_command(*words)) == ["xlstm-jax", *map(str, words)]
+
+
+def test_a_table_is_wider_than_the_terminal_if_a_word_needs_it(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path, number = "/a/long/path" * 9, "1,234,567,890"
+    table = Table.grid(padding=(0, 2))
+    table.add_row("folder", path)
+    table.add_row("words", f"{'word ' * 40}{number}")
+    for content in (table, Panel(table, title="a run")):
+        show(content)
+        shown = capsys.readouterr().out
+        assert path in shown
+        assert number in shown
+    show("a line " * 20)
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             problems.append(f"The results cannot be written: {first_line(error)}")
     for problem in problems:
-        console.print(f"[red]{FAILED}[/] {escape(problem)}")
+        console.print(f"[red]{FAILED}[/] {escape(problem)}", soft_wrap=True)
     if not problems:
         console.print(f"[green]{PASSED}[/] Everything that was checked works.")
     return 1 if problems else 0
@@ -88,18 +88,18 @@ def _from(module: str, name: str) -> Check:
     return lambda title: getattr(importlib.import_module(f"xlstm_jax.cli.checks.{module}"), name)(title)
 
 
-def _show(console: Console, section: Section) -> None:
+def _show(console: Screen, section: Section) -> None:
     table = Table(title=section.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in section.columns:
         table.add_column(column, header_style="dim", overflow="fold")
     for row in section.rows:
         table.add_row(*(_styled(cell) for cell in row))
     if section.rows:
-        console.print(table)
+        console.print_whole(table)
     elif section.notes:
         console.print(f"[bold italic]{section.title}[/]")
     for note in section.notes:
-        console.print(escape(note))
+        console.print(escape(note), soft_wrap=True)
     if section.rows or section.notes:
         console.print()
 

@@ -7,14 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 
 HYDRA_WORDS = ("true", "false", "null", "inf", "nan")
 """What Hydra takes for no text, in any case."""
+WIDEST = 10_000
 CLOSED_STDOUT = 128 + signal.SIGPIPE
 
 
 class Screen(Console):
     """Leaves with the code of other programs, and without a word, when nobody reads its stdout any longer."""
+
+    def print_whole(self, content: Any) -> None:
+        """Print a table or a panel, wider than the terminal rather than with a break in a number, a name or a path."""
+        unlimited = self.options.update(max_width=WIDEST)
+        self.width = max(self.width, Measurement.get(self, unlimited, content).minimum)
+        self.print(content)
 
     def on_broken_pipe(self) -> None:
         """Leave."""
@@ -26,9 +34,10 @@ class Screen(Console):
 
 def show(content: Any) -> None:
     """Print to stdout; the lines of a text are left as long as they are, and its brackets as they are."""
-    if content is not None:
-        is_text = isinstance(content, str)
-        Screen(highlight=False, markup=not is_text, soft_wrap=is_text).print(content)
+    if isinstance(content, str):
+        Screen(highlight=False, markup=False, soft_wrap=True).print(content)
+    elif content is not None:
+        Screen(highlight=False).print_whole(content)
 
 
 def complain(message: str) -> None:
