@@ -174,17 +174,16 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     set_memory_fraction()  # A job of a launcher does not come through `main`.
     # Libraries give the root logger handlers of theirs; what is said here has its own.
     logging.getLogger("xlstm_jax").propagate = False
-    has_failed = False
+    opened: Any = None
     try:
         with exit_on_ctrl_c(lambda: _describe_early_stop(folder)):
-            while (opened := _train_if_it_fits(settings, folder, notes, step)) is None:
-                pass
+            while opened is None:
+                opened = _train_if_it_fits(settings, folder, notes, step)
     except ConfigError as error:
         complain(str(error))
         return WRONG_SETTING
     except RunFailedError as error:
         complain(str(error))
-        has_failed = True
     except TrainingInterrupted as stop:
         show(f"Stopped at step {stop.step}, and saved. Go on with:  {as_command('resume', folder)}")
         raise
@@ -193,7 +192,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
         return 128 + signal.SIGINT
     finally:
         STARTUP.finish()
-    if has_failed:
+    if opened is None:
         gc.collect()  # Coroutines of a checkpoint that was cut off complain if the end of the process collects them.
         return 1
     show(describe_end(opened))

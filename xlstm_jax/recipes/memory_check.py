@@ -1,7 +1,7 @@
 """Refuse runs whose state or batch cannot fit: their sizes are known before anything is made."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +66,8 @@ def _memory_of_device(mesh: Mesh) -> int | None:
 
 def _least_parameter_bytes(model: ModelConfig, mesh: Mesh) -> int:
     """Return the bytes of parameters on a device if every axis that can splits all of them."""
-    parallel, shape = model.parallel, model.model_config
+    parallel, shape = model.parallel, cast(XLSTMConfig | LlamaConfig, model.model_config)
     num_parts = mesh.shape[parallel.fsdp_axis_name] * mesh.shape[parallel.model_axis_name]
     num_parts *= mesh.shape[parallel.pipeline_axis_name]
-    itemsize = jnp.dtype(shape.param_dtype).itemsize  # pyright: ignore[reportOptionalMemberAccess]
-    return model_cost(shape, sequence_length=2).parameters * itemsize // num_parts  # pyright: ignore[reportArgumentType]
+    itemsize = jnp.dtype(shape.param_dtype).itemsize
+    return model_cost(shape, sequence_length=2).parameters * itemsize // num_parts

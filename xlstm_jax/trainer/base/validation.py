@@ -15,6 +15,8 @@ LOGGER = logging.getLogger(__name__)
 class Validation(Evaluation, BadStepHandling):
     """Validates the model of a trainer while it trains; a step is validated once."""
 
+    should_stop: bool
+
     def _eval_model_in_train_loop(self, val_loader: DataLoaders, epoch_idx: int) -> dict[str, Any]:
         jax.block_until_ready(self.state.step)  # Steps that still run are not part of the time of a validation.
         with self.clock.measure("evaluation"):
