@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 import xlstm_jax.dataset
 from xlstm_jax.dataset import Batch, LLMBatch, LLMIndexedBatch
 from xlstm_jax.dataset import batch as batch_module
+from xlstm_jax.dataset.batch import find_token_ranges
 
 SEGMENTATION = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 2, 2, 0, 0, 0]], np.int32)
 BORDERS = np.array([[1, 0, 0, 0, 1, 0, 0, 1], [1, 0, 0, 1, 0, 1, 0, 0]], bool)
@@ -181,3 +182,30 @@ def test_importing_a_batch_imports_no_heavy_library():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def token_batch(inputs, targets, inputs_segmentation, targets_segmentation):
+    """Make a batch of one row on the host."""
+    arrays = [np.array([row]) for row in (inputs, targets, inputs_segmentation, targets_segmentation)]
+    positions = np.arange(len(inputs))[None]
+    return LLMBatch(
+        inputs=arrays[0],
+        targets=arrays[1],
+        inputs_segmentation=arrays[2],
+        targets_segmentation=arrays[3],
+        inputs_position=positions,
+        targets_position=positions,
+    )
+
+
+def test_token_ids_count_where_the_segmentation_is_not_zero():
+    batch = token_batch([7, 3, -5], [4, -100, 99], [1, 1, 0], [2, 0, 0])
+    assert find_token_ranges(batch) == {"inputs": (3, 7), "targets": (4, 4)}
+    assert find_token_ranges(jax.tree.map(jnp.asarray, batch)) == find_token_ranges(batch)
+    batch = token_batch([7, 3, -5], [4, -100, 99], [1, 1, 2], [0, 0, 0])
+    assert find_token_ranges(batch) == {"inputs": (-5, 7)}
+
+
+def test_what_is_no_batch_of_tokens_has_no_token_ids():
+    assert find_token_ranges(Batch(inputs=np.ones(3), targets=np.ones(3))) == {}
+    assert find_token_ranges(LLMBatch.from_inputs(np.ones((1, 3)))) == {}

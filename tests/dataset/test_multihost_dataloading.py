@@ -363,3 +363,12 @@ def test_statistics_are_those_of_the_batches_that_were_returned_not_of_those_pre
     iterator.set_state(iterator.get_state())
     assert iterator.get_statistics() == {"drawn": 5}
     iterator.shut_down()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_ranges_of_token_ids_are_those_of_the_batch_that_was_returned_last(prefetch):
+    batches = [LLMBatch.from_inputs(np.full((4, 2), index)) for index in range(5)]
+    iterator = MultiHostDataLoadIterator(batches, make_mesh(), prefetch=prefetch)
+    assert iterator.token_ranges == {}
+    for index, _ in enumerate(iterator):
+        assert iterator.token_ranges == {"inputs": (0, index), "targets": (index, index)}

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,13 @@ dataclass_kwonly = functools.partial(dataclass, kw_only=True)
 
 Array = jax.Array | Any
 """A leaf of a batch: an array of JAX or NumPy, its shape and dtype, or what a tree map has put in its place."""
+
+
+class TokenRange(NamedTuple):
+    """The smallest and the largest of some token ids."""
+
+    smallest: int
+    largest: int
 
 
 @dataclass
@@ -134,6 +141,36 @@ class LLMIndexedBatch(LLMBatch):
         """Return a batch of shapes and dtypes, without memory behind them."""
         index = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
         return LLMIndexedBatch(**_token_structs(batch_size, max_length), document_idx=index, sequence_idx=index)
+
+
+def find_token_ranges(batch: Any) -> dict[str, TokenRange]:
+    """Return the range of the token ids of a batch, of its inputs and of its targets.
+
+    An id counts where the segmentation is not 0: the others are padding or masked, and may be anything, such as -100.
+
+    Args:
+        batch: The batch. Of an array on devices, the parts in this process are copied to the host.
+
+    Returns:
+        The ranges by the names of the fields, without those that have no id that counts. What is no `LLMBatch` has
+        none.
+    """
+    if not isinstance(batch, LLMBatch):
+        return {}
+    ranges = {}
+    for name in ("inputs", "targets"):
+        tokens, segmentation = (to_host(getattr(batch, name + suffix)) for suffix in ("", "_segmentation"))
+        counted = tokens if np.all(segmentation) else tokens[segmentation != 0]
+        if counted.size and np.issubdtype(counted.dtype, np.integer):
+            ranges[name] = TokenRange(int(counted.min()), int(counted.max()))
+    return ranges
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Return an array as one of NumPy; of one that is spread over processes, the rows of this process."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return np.concatenate([np.asarray(shard.data) for shard in array.addressable_shards])
+    return np.asarray(array)
 
 
 def _document_per_row(inputs: Array, targets: Array | None) -> dict[str, Array]:

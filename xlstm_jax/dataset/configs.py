@@ -10,6 +10,12 @@ from xlstm_jax.configs import ConfigError
 T = TypeVar("T", bound="DataConfig")
 
 
+class DefaultName(str):
+    """A default that is told apart from the same text where a user has set it."""
+
+    __slots__ = ()
+
+
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class DataConfig:
     """What all kinds of data have in common."""
@@ -69,7 +75,9 @@ class TextDataConfig(DataConfig):
     data_column: str = "text"
     max_steps_per_epoch: int | None = None
     """The number of batches after which an epoch ends, if the data does not end before."""
-    tokenizer_path: str = "gpt2"
+    tokenizer_path: str | None = DefaultName("gpt2")
+    """The tokenizer, as for `load_tokenizer`. For tokens on disk that have a manifest, which names their tokenizer,
+    this may be left out or `None`; one that is set has to be the same."""
     hf_cache_dir: Path | str | None = None
     hf_access_token: str | None = dataclasses.field(default=None, repr=False)
     add_bos: bool = False
@@ -221,7 +229,7 @@ class StandardLibraryDataConfig(TextDataConfig):
     """The source of the running Python's standard library: real text without a download."""
 
     split: Literal["train", "validation"] = "train"
-    tokenizer_path: str = "byte"
+    tokenizer_path: str | None = "byte"
 
     def __post_init__(self):
         super().__post_init__()

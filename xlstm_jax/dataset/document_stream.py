@@ -11,6 +11,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from xlstm_jax.dataset.token_shards import ShardError
+from xlstm_jax.dataset.vocabulary import Vocabulary
 from xlstm_jax.dataset.workers import Pending, WorkerPool
 
 _FEW = 2**16
@@ -76,6 +77,8 @@ class Source:
     """What it is called in messages."""
     num_left_out: int = 0
     """How many documents were left out when it was opened."""
+    vocabulary: Vocabulary | None = None
+    """The token ids that documents can hold, where they are known beforehand."""
 
     @property
     def num_tokens(self) -> int | None:

@@ -12,8 +12,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.dataset.batch import TokenRange, find_token_ranges
 from xlstm_jax.dataset.prefetch import Prefetcher
 from xlstm_jax.dataset.states import check_keys
+from xlstm_jax.dataset.vocabulary import Vocabulary
 
 _BASE64 = "base64"
 _NUM_DRAWN = "num_drawn"
@@ -24,6 +26,11 @@ class MultiHostDataLoadIterator:
 
     A `for` loop is an epoch. The loader underneath goes on where it was, unless `reset_after_epoch` is set. After
     `set_state` in the middle of an epoch, the next loop is the rest of it.
+
+    Attributes:
+        vocabulary: The token ids that batches can hold; `None` where only the batches tell.
+        token_ranges: The ranges of the token ids of this process's rows of the last batch, found on the host before it
+            went to the devices; see `find_token_ranges`.
     """
 
     def __init__(
@@ -37,6 +44,7 @@ class MultiHostDataLoadIterator:
         pad_value: int | float = 0,
         prefetch: int = 0,
         length_is_upper_bound: bool = False,
+        vocabulary: Vocabulary | None = None,
     ):
         """Wrap the loader of this process.
 
@@ -52,6 +60,7 @@ class MultiHostDataLoadIterator:
             prefetch: How many batches a thread puts on the devices before they are asked for.
             length_is_upper_bound: Whether the loader may end before `iterator_length`: then nobody knows the length of
                 an epoch before it is over.
+            vocabulary: The token ids that batches can hold, where they are known beforehand.
         """
         if prefetch and pad_shapes:
             raise ValueError("Shapes are padded by all processes together, which a thread must not do: set prefetch=0.")
@@ -63,6 +72,8 @@ class MultiHostDataLoadIterator:
         self.reset_after_epoch = reset_after_epoch
         self.pad_shapes = pad_shapes
         self.pad_value = pad_value
+        self.vocabulary = vocabulary
+        self.token_ranges: dict[str, TokenRange] = {}
         self._batches = batches = _LocalBatches(dataloader)
         self._prefetcher = Prefetcher(lambda: _draw(batches, global_mesh, dataloader), prefetch) if prefetch else None
         if self._prefetcher is not None:
@@ -155,14 +166,16 @@ class MultiHostDataLoadIterator:
 
     def _next_batch(self) -> PyTree:
         if self._prefetcher is None:
-            return get_next_batch_sharded(
+            batch = get_next_batch_sharded(
                 self._batches, self.global_mesh, pad=self.pad_shapes, pad_value=self.pad_value
             )
+            self.token_ranges = self._batches.token_ranges
+            return batch
         if self._place is None:
             self._place, self._statistics = self._batches.get_state(), _statistics_of(self.dataloader)
         elif not self._prefetcher.is_running:  # It has failed: what it was in the midst of has to be done again.
             self._batches.set_state(self._place)
-        batch, self._place, self._statistics = self._prefetcher.next()
+        batch, self._place, self._statistics, self.token_ranges = self._prefetcher.next()
         if batch is None:
             self._stop_prefetching()
             raise StopIteration
@@ -181,12 +194,15 @@ class MultiHostDataLoadIterator:
 
 def _draw(
     batches: "_LocalBatches", global_mesh: Mesh, dataloader: Iterable
-) -> tuple[PyTree | None, Any, dict[str, float]]:
-    """Return the next global batch, and the loader's state and statistics after it; at its end there is no batch."""
+) -> tuple[PyTree | None, Any, dict[str, float], dict[str, TokenRange]]:
+    """Return the next global batch, the loader's state and statistics after it, and the ranges of its tokens.
+
+    At the end of the loader there is no batch.
+    """
     batch = None
     with contextlib.suppress(StopIteration):
         batch = get_next_batch_sharded(batches, global_mesh)
-    return batch, batches.get_state(), _statistics_of(dataloader)
+    return batch, batches.get_state(), _statistics_of(dataloader), batches.token_ranges
 
 
 def _statistics_of(dataloader: Any) -> dict[str, float]:
@@ -198,12 +214,14 @@ class _LocalBatches(Iterator):
 
     def __init__(self, loader: Iterable):
         self._loader = loader
+        self.token_ranges: dict[str, TokenRange] = {}
         self._open()
         self._knows_its_place = hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")
         self._beginning = self.get_state() if self._iterator is loader else None
 
     def __next__(self) -> Any:
         batch = next(self._iterator)
+        self.token_ranges = find_token_ranges(batch)
         self._num_drawn += 1
         self._is_at_beginning = False
         return batch

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.configs import GrainArrayRecordsDataConfig, TextDataConfig
 from xlstm_jax.dataset.document_stream import Source
 from xlstm_jax.dataset.grain_batch_rampup import create_batch_rampup_schedule
 from xlstm_jax.dataset.mixture import WeightSchedule
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator, rows_of_process
 from xlstm_jax.dataset.ordered_batches import BatchOrder, OrderedBatches
-from xlstm_jax.dataset.source_opening import first_input, open_source, tokenizer_digest
+from xlstm_jax.dataset.source_opening import first_input, open_source
 
 _SHARED = (
     *("global_batch_size", "max_target_length", "packing_name", "grain_packing_bin_count"),
@@ -48,7 +49,7 @@ def make_ordered_iterator(
     sources = [
         open_source(each, name, skips_unreadable=is_alone) for each, name in zip(configs, _names(configs), strict=True)
     ]
-    _check_sources(configs, sources)
+    _check_sources(sources)
     schedule = WeightSchedule(len(sources), weights, weights_at_steps)
     is_endless = len(configs) > 1 or config.drop_remainder
     length = _epoch_length(config, sources, schedule(0)) if is_endless else None
@@ -79,6 +80,7 @@ def make_ordered_iterator(
         reset_after_epoch=not is_endless and not config.shuffle_data,
         prefetch=config.worker_buffer_size,
         length_is_upper_bound=length is None,
+        vocabulary=next((source.vocabulary for source in sources if source.vocabulary is not None), None),
     )
 
 
@@ -96,14 +98,15 @@ def _check_configs(configs: Sequence[TextDataConfig]) -> None:
             raise ValueError(f"All data sets of a mixture must have the same {name}, but they have {values}.")
 
 
-def _check_sources(configs: Sequence[TextDataConfig], sources: Sequence[Source]) -> None:
-    digests = {tokenizer_digest(source.documents) for source in sources} - {None}
+def _check_sources(sources: Sequence[Source]) -> None:
+    vocabularies = [source.vocabulary for source in sources if source.vocabulary is not None]
+    digests = {vocabulary.digest for vocabulary in vocabularies} - {None}
     ends = {source.eod_token_id for source in sources}
     if len(digests) > 1 or len(ends) > 1:
-        paths = [config.tokenizer_path for config in configs]
-        raise ValueError(
-            f"The data sets of a mixture must have the same tokens, but their tokenizers ({paths}, or those that they "
-            "were prepared with) or their ends of documents differ."
+        names = "; ".join(vocabulary.description for vocabulary in vocabularies)
+        raise ConfigError(
+            f"The data sets of a mixture must have the same tokens, but their tokenizers ({names}) or their ends of "
+            f"documents ({', '.join(map(str, ends))}) differ."
         )
 
 

@@ -33,6 +33,7 @@ from xlstm_jax.dataset.text_store import TextStore, lock
 from xlstm_jax.dataset.token_shards import (
     MANIFEST_FILE,
     SHARD_SUFFIX,
+    TOKENIZER_FOLDER,
     Manifest,
     Shard,
     find_damage,
@@ -53,7 +54,6 @@ _MAX_SHARD_DOCUMENTS = 2**20
 _BATCH_CHARACTERS = 2**20
 """How much text a worker tokenises at a time."""
 _LOCK_FILE = ".prepare.lock"
-_TOKENIZER_FOLDER = "tokenizer"
 _TRAINED_ON_FILE = "trained_on.json"
 _TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", _TRAINED_ON_FILE}
 _WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
@@ -134,7 +134,7 @@ def prepare(
         raise ConfigError(f"split is {_TOKENIZER_FOLDER!r}, but that folder is for a tokenizer: choose another name.")
     with _locked(output):
         if train_vocab_size is not None:
-            tokenizer_path = output / _TOKENIZER_FOLDER
+            tokenizer_path = output / TOKENIZER_FOLDER
             _train_tokenizer(tokenizer_path, splits[0], train_vocab_size, train_bytes, overwrite)
         job = _Job(
             encoder=TextEncoder(str(tokenizer_path), add_bos, add_eos),
@@ -156,7 +156,7 @@ def _count_bytes(name: str, megabytes: float | int) -> int:
 def _check_apart(splits: Sequence[Split], output: Path) -> None:
     """Refuse to read what is written here, and to write over what is read."""
     around = {output.resolve(), *output.resolve().parents}
-    written = {(output / name).resolve() for name in (*(split.name for split in splits), _TOKENIZER_FOLDER)}
+    written = {(output / name).resolve() for name in (*(split.name for split in splits), TOKENIZER_FOLDER)}
     resolve_folder = functools.cache(Path.resolve)
     for location in {location for split in splits for location in split.source.locations}:
         is_plain = location.name not in ("", "..") and not location.is_symlink()

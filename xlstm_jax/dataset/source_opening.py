@@ -1,7 +1,6 @@
 """From the config of a data set to its documents."""
 
 import logging
-from pathlib import Path
 
 from xlstm_jax.dataset.configs import (
     GrainArrayRecordsDataConfig,
@@ -14,10 +13,11 @@ from xlstm_jax.dataset.document_stream import Documents, Source
 from xlstm_jax.dataset.record_files import load_huggingface_dataset
 from xlstm_jax.dataset.standard_library import load_standard_library, yardsticks
 from xlstm_jax.dataset.text_documents import ColumnTexts, EncodedTexts, RecordTexts, Texts
-from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.text_files import TextFiles
 from xlstm_jax.dataset.text_store import TextStore
 from xlstm_jax.dataset.token_shards import TokenShards, open_records, read_manifest
+from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.vocabulary_lookup import encoder_of, find_vocabulary, shard_folder
 
 LOGGER = logging.getLogger(__name__)
 
@@ -32,49 +32,44 @@ def open_source(config: TextDataConfig, name: str, skips_unreadable: bool = True
     """
     num_left_out = 0
     if isinstance(config, GrainArrayRecordsDataConfig) and not config.tokenize_data:
-        documents = TokenShards(Path(config.data_path) / config.split)
-    elif isinstance(config, TextFilesDataConfig):
-        files = TextFiles(
-            str(config.data_path),
-            column=config.data_column,
-            on_bad_data=config.on_bad_data,
-            max_document_bytes=config.max_document_bytes,
-        )
-        documents = EncodedTexts(TextStore.build(files), _make_encoder(config))
-        num_left_out = sum(files.skipped.values())
+        documents = TokenShards(shard_folder(config))
+        vocabulary = find_vocabulary(config)
     else:
-        documents = EncodedTexts(_open_texts(config), _make_encoder(config))
+        encoder = encoder_of(config)
+        if isinstance(config, TextFilesDataConfig):
+            files = TextFiles(
+                str(config.data_path),
+                column=config.data_column,
+                on_bad_data=config.on_bad_data,
+                max_document_bytes=config.max_document_bytes,
+            )
+            documents = EncodedTexts(TextStore.build(files), encoder)
+            num_left_out = sum(files.skipped.values())
+        else:
+            documents = EncodedTexts(_open_texts(config), encoder)
+        vocabulary = Vocabulary.of_tokenizer(encoder)
     return Source(
         documents,
         shuffle_seed=config.data_shuffle_seed if config.shuffle_data else None,
-        eod_token_id=_need_end(config, documents) if config.add_eod else None,
+        eod_token_id=_need_end(config, documents, vocabulary) if config.add_eod else None,
         on_bad_data=config.on_bad_data,
         skips_unreadable=skips_unreadable,
         name=name,
         location=_location(config),
         num_left_out=num_left_out,
+        vocabulary=vocabulary,
     )
-
-
-def tokenizer_digest(documents: Documents) -> str | None:
-    """Return what the tokenizer of some documents is known by; `None` for tokens on disk that do not say."""
-    match documents:
-        case EncodedTexts():
-            return documents.tokenizer_digest
-        case TokenShards() if documents.manifest is not None:
-            return documents.manifest.tokenizer_digest
-    return None
 
 
 def first_input(config: TextDataConfig, source: Source) -> int:
     """Return what a model sees before the first token of a document: the end of another one, or 0 if there is none."""
-    return _find_end(config, source.documents) or 0
+    return 0 if source.vocabulary is None else _find_end(config, source.documents, source.vocabulary) or 0
 
 
 def _open_texts(config: TextDataConfig) -> Texts:
     match config:
         case GrainArrayRecordsDataConfig():
-            folder = Path(config.data_path) / config.split
+            folder = shard_folder(config)
             if read_manifest(folder) is not None:
                 raise ValueError(f"{folder} was prepared, and has tokens instead of texts: set tokenize_data=False.")
             return RecordTexts(open_records(folder))
@@ -98,14 +93,8 @@ def _read_standard_library(split: str) -> list[str]:
     return [document.content.decode("utf-8", "replace") for document in documents]
 
 
-def _make_encoder(config: TextDataConfig) -> TextEncoder:
-    return TextEncoder(
-        config.tokenizer_path, config.add_bos, config.add_eos, config.hf_access_token, config.hf_cache_dir
-    )
-
-
-def _need_end(config: TextDataConfig, documents: Documents) -> int:
-    token = _find_end(config, documents)
+def _need_end(config: TextDataConfig, documents: Documents, vocabulary: Vocabulary | None) -> int:
+    token = _find_end(config, documents, vocabulary)
     if token is None:
         raise ValueError(
             f"The tokenizer of {_location(config)} has no eos_token to end documents with: set add_eod=False, or name "
@@ -114,17 +103,18 @@ def _need_end(config: TextDataConfig, documents: Documents) -> int:
     return token
 
 
-def _find_end(config: TextDataConfig, documents: Documents) -> int | None:
+def _find_end(config: TextDataConfig, documents: Documents, vocabulary: Vocabulary | None) -> int | None:
     """Return what ends a document, if the tokenizer has a token for it."""
     if isinstance(documents, TokenShards) and documents.manifest is not None:
         return documents.manifest.eod_token_id
-    return _make_encoder(config).eod_token_id
+    encoder = None if vocabulary is None else vocabulary.encoder
+    return (encoder or encoder_of(config)).eod_token_id
 
 
 def _location(config: TextDataConfig) -> str:
     match config:
         case GrainArrayRecordsDataConfig():
-            return str(Path(config.data_path) / config.split)
+            return str(shard_folder(config))
         case HFHubDataConfig():
             return str(config.hf_path)
         case TextFilesDataConfig():

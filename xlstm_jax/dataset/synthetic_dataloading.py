@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from xlstm_jax.dataset.batch import LLMBatch
+from xlstm_jax.dataset.batch import LLMBatch, TokenRange
 from xlstm_jax.dataset.configs import SyntheticDataConfig
 from xlstm_jax.dataset.states import check_keys
+from xlstm_jax.dataset.vocabulary import Vocabulary
 
 LENGTH_DEVIATION = 1.0
 """Standard deviation of the logarithm of document lengths, roughly that of web text."""
@@ -74,6 +75,11 @@ def _draw_document_starts(generator: np.random.Generator, length: int, mean_docu
     return np.concatenate(starts)
 
 
+def synthetic_vocabulary(config: SyntheticDataConfig) -> Vocabulary:
+    """Return the vocabulary of synthetic batches; that of rows of zeros has one token."""
+    return Vocabulary(config.vocab_size or 1, "synthetic tokens")
+
+
 class SyntheticDataIterator:
     """Yields synthetic batches, `num_batches` in an epoch.
 
@@ -97,6 +103,7 @@ class SyntheticDataIterator:
                 f"global_batch_size is {config.global_batch_size}, but must be a multiple of the {mesh.size} devices."
             )
         self.config = config
+        self.vocabulary = synthetic_vocabulary(config)
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         is_constant = config.vocab_size is None
         self._constant_batch = self._place(self.raw_generate_synthetic_data(config)) if is_constant else None
@@ -140,6 +147,11 @@ class SyntheticDataIterator:
     def dataset_size(self) -> int:
         """The number of rows in an epoch."""
         return self.config.num_batches * self.config.global_batch_size
+
+    @property
+    def token_ranges(self) -> dict[str, TokenRange]:
+        """The ids that a batch can hold."""
+        return dict.fromkeys(("inputs", "targets"), TokenRange(0, self.vocabulary.size - 1))
 
     def _draw(self, step: int) -> LLMBatch:
         config = self.config

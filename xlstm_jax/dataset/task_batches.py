@@ -6,12 +6,19 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.dataset.configs import FormalTaskDataConfig
-from xlstm_jax.dataset.formal_languages import TASKS, draw_example
+from xlstm_jax.dataset.formal_languages import TASKS, FormalTask, draw_example
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator, rows_of_process
 from xlstm_jax.dataset.states import check_keys
 from xlstm_jax.dataset.tasks import stack_examples
+from xlstm_jax.dataset.vocabulary import Vocabulary
+
+
+def task_vocabulary(config: FormalTaskDataConfig) -> Vocabulary:
+    """Return the symbols of a task."""
+    return Vocabulary(len(_find_task(config).vocabulary), f"task {config.task!r}")
 
 
 class TaskBatches(Iterator[LLMBatch]):
@@ -23,10 +30,8 @@ class TaskBatches(Iterator[LLMBatch]):
     """
 
     def __init__(self, config: FormalTaskDataConfig, own_rows: Callable[[int], np.ndarray] = np.arange):
-        if config.task not in TASKS:
-            raise ValueError(f"There is no task {config.task!r}, only {', '.join(TASKS)}.")
         self._config = config
-        self._task = TASKS[config.task]
+        self._task = _find_task(config)
         self._rows = own_rows(config.global_batch_size).tolist()
         needed = self._task.row_length(config.max_length)
         self._length = config.max_target_length or needed
@@ -89,4 +94,11 @@ def make_task_iterator(config: FormalTaskDataConfig, global_mesh: Mesh) -> Multi
         dataset_size=config.num_batches * config.global_batch_size,
         reset_after_epoch=not config.shuffle_data,
         prefetch=1,
+        vocabulary=task_vocabulary(config),
     )
+
+
+def _find_task(config: FormalTaskDataConfig) -> FormalTask:
+    if config.task not in TASKS:
+        raise ConfigError(f"task: there is no task {config.task!r}, only {', '.join(TASKS)}.")
+    return TASKS[config.task]

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from xlstm_jax.dataset.compressors import compressed_bits_per_byte
 from xlstm_jax.dataset.configs import TextDataConfig
-from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.source_opening import open_source
+from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.vocabulary_lookup import encoder_of
 
 _BLOCK = 64
 """How many documents are read at a time."""
@@ -85,7 +86,8 @@ def _read_up_to(configs: Sequence[TextDataConfig], max_bytes: int) -> _Part:
 def _read(config: TextDataConfig) -> Iterator[tuple[bytes, int]]:
     """Yield the text of each document and the number of its tokens, its end among them."""
     source = open_source(config, "measured")
-    tokenizer = load_tokenizer(config.tokenizer_path, False, False, config.hf_access_token, config.hf_cache_dir)
+    vocabulary = source.vocabulary or Vocabulary.of_tokenizer(encoder_of(config))  # which says that none is named
+    tokenizer = vocabulary.load_tokenizer()
     num_ends = int(source.eod_token_id is not None)
     num_documents = len(source.documents)
     for first in range(0, num_documents, _BLOCK):

@@ -24,6 +24,8 @@ from array_record.python import array_record_module  # pyright: ignore[reportAtt
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 SHARD_SUFFIX = ".arecord"
+TOKENIZER_FOLDER = "tokenizer"
+"""Where a tokenizer lies that was trained for shards, beside the folders of their splits."""
 
 _WRITER_OPTIONS = "group_size:1"
 """Each record is compressed by itself: the files are 15 % larger than with groups of 8, random reads twice as fast."""
