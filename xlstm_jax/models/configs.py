@@ -22,6 +22,12 @@ class ModelConfig(ConfigDict):
     model_config: ConfigDict | None = None
     """What `model_class` is called with; the whole `ModelConfig` if `None`."""
 
+    @property
+    def num_token_ids(self) -> int | None:
+        """The number of token ids that the model has: its `vocab_size`, if it has one."""
+        size = getattr(self if self.model_config is None else self.model_config, "vocab_size", None)
+        return size if isinstance(size, int) else None
+
     @staticmethod
     def from_metadata(metadata_content: str) -> "ModelConfig":
         """Rebuild the config of a model from the metadata of a checkpoint.

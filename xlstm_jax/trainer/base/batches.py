@@ -5,6 +5,7 @@ from typing import Any
 
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.trainer.data_module import DataIterator
+from xlstm_jax.trainer.token_check import TokenCheck
 
 
 class BatchStream:
@@ -12,10 +13,12 @@ class BatchStream:
 
     Args:
         loader: The loader.
+        tokens: What looks at the token ids of the batches.
     """
 
-    def __init__(self, loader: DataIterator):
+    def __init__(self, loader: DataIterator, tokens: TokenCheck):
         self.loader: Any = loader
+        self._tokens = tokens
         self._iterator: Iterator | None = None
 
     def restart(self) -> None:
@@ -32,7 +35,7 @@ class BatchStream:
                 then begins anew too; otherwise its end may be that of the epoch in which the run was stopped.
         """
         is_new = self._iterator is None
-        iterator = self._iterator = iter(self.loader) if self._iterator is None else self._iterator
+        iterator = self._iterator = self._iterator or self._tokens.check_batches(iter(self.loader), self.loader)
         batch = next(iterator, None)
         if batch is None:
             self._iterator = None

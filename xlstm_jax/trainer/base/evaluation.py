@@ -17,6 +17,7 @@ from xlstm_jax.trainer.data_module import DataIterator, kept_in_place
 from xlstm_jax.trainer.logger.base_logger import Logger
 from xlstm_jax.trainer.logger.console import ConsoleLogger
 from xlstm_jax.trainer.placement import zeros_on_mesh
+from xlstm_jax.trainer.token_check import TokenCheck
 
 LOGGER = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Evaluation(CallbackHooks):
     global_step: int
     exmp_batch: Batch
     mesh: Mesh
+    token_check: TokenCheck
     _eval_metric_shapes: PyTree
 
     def init_eval_metrics(self, batch: Batch | None = None) -> FrozenDict:
@@ -42,6 +44,21 @@ class Evaluation(CallbackHooks):
             batch = self.exmp_batch if batch is None else batch
             self._eval_metric_shapes = jax.eval_shape(self.eval_step, self.state, batch, None)
         return zeros_on_mesh(self._eval_metric_shapes, self.mesh)
+
+    def check_data(self, **loaders: DataLoaders | None) -> None:
+        """Raise unless the model has all token ids of some data, and all texts are of one tokenizer.
+
+        The data are compared with each other and with the tokenizers of the callbacks, before anything is read.
+
+        Args:
+            **loaders: The data by name, each one set or several sets by name.
+
+        Raises:
+            ConfigError: A set has more ids than the model, or is of another tokenizer than the first.
+        """
+        self.token_check.check_data(
+            loaders, {type(callback).__name__: callback.vocabulary for callback in self.callbacks}
+        )
 
     def eval_model(self, data_loader: DataLoaders, mode: str, epoch_idx: int) -> dict[str, Any]:
         """Evaluate the model.
@@ -54,6 +71,7 @@ class Evaluation(CallbackHooks):
         Returns:
             The metrics, averaged over the data; those of named sets under `<set>_<metric>`.
         """
+        self.check_data(**{mode: data_loader})
         self.logger.start_epoch(epoch_idx, self.global_step, mode=mode)
         if isinstance(data_loader, Mapping):
             metrics = FrozenDict(
@@ -87,7 +105,7 @@ class Evaluation(CallbackHooks):
             loaders = dict(val_loader)
         for name, loader in loaders.items():
             with kept_in_place(loader):
-                batch = next(iter(loader), None)
+                batch = next(self.token_check.check_batches(iter(loader), loader), None)
             if batch is None:
                 raise ValueError(
                     f"The loader {name!r} for validation is empty: it has fewer examples than a batch, its files hold "
@@ -99,7 +117,8 @@ class Evaluation(CallbackHooks):
     def _run_model_eval(self, data_loader: DataIterator, mode: str = "", epoch_idx: int = -1) -> Any:
         """Return the accumulated metrics of all batches, still on the device."""
         metrics = None
-        for batch in self.tracker(data_loader, desc=f"{mode} {epoch_idx}"):
+        batches = iter(self.tracker(data_loader, desc=f"{mode} {epoch_idx}"))
+        for batch in self.token_check.check_batches(batches, data_loader):
             metrics = self.eval_step(self.state, batch, self.init_eval_metrics(batch) if metrics is None else metrics)
         if metrics is None:
             raise ValueError(f"The loader for {mode!r} gave no batch: it is empty or used up.")

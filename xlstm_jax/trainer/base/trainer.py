@@ -45,6 +45,7 @@ from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig, build_gradient_transformations, build_optimizer
 from xlstm_jax.trainer.placement import compile_step, init_sharded, on_mesh, place_batch, shapes_on_mesh, zeros_on_mesh
+from xlstm_jax.trainer.token_check import TokenCheck
 from xlstm_jax.trainer.user_functions import gather_rows
 from xlstm_jax.utils.startup import STARTUP, describe_startup
 
@@ -94,6 +95,7 @@ class TrainerModule(Validation):
             `interrupted` or `error`; `None` before the first.
         clock: Where the time went.
         monitor: Counts tokens and bad steps.
+        token_check: Compares the token ids of data with those of the model.
         compiled_memory: What the training step needs, once `compile_train_step` has compiled it.
     """
 
@@ -109,6 +111,7 @@ class TrainerModule(Validation):
         mesh: Mesh | AbstractMesh | None = None,
     ):
         self.clock = Clock()
+        self.token_check = TokenCheck(model_config.num_token_ids)
         self.trainer_config = trainer_config
         self.model_config = model_config
         self.optimizer_config = optimizer_config
@@ -371,6 +374,7 @@ class TrainerModule(Validation):
         Raises:
             TrainingInterrupted: A signal asked the run to stop. The state is saved if a callback saves states.
         """
+        self.check_data(train=train_loader, val=val_loader, test=test_loader)
         plan = plan_run(train_loader, num_epochs, num_train_steps, steps_per_epoch)
         self.global_step = int(self.state.step)
         self.num_drawn = max(self.num_drawn, self.global_step)
@@ -419,7 +423,7 @@ class TrainerModule(Validation):
 
     def _train(self, plan: Plan, train_loader: DataIterator, val_loader: Any, results: dict[str, Any]) -> _Outcome:
         self._make_up_validation(plan, val_loader, results)
-        stream, was_empty = BatchStream(train_loader), False
+        stream, was_empty = BatchStream(train_loader, self.token_check), False
         while self.global_step < plan.num_train_steps and not self.should_stop:
             epoch_idx, num_drawn = self._epoch_idx(plan), self.num_drawn
             self.on_training_epoch_start(epoch_idx)

@@ -8,6 +8,7 @@ import jax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.dataset.vocabulary import Vocabulary
 from xlstm_jax.trainer.data_module import DataloaderModule
 
 
@@ -47,9 +48,11 @@ class Callback:
     Attributes:
         saves_state: Whether the callback saves the state of the others. It then runs after them, so that it saves what
             they have become, but before them where a validation starts, which may fail.
+        vocabulary: The tokenizer, for callbacks that make texts into tokens: it has to be that of the data.
     """
 
     saves_state: bool = False
+    vocabulary: Vocabulary | None = None
 
     def __init__(self, config: CallbackConfig, trainer: Any, data_module: DataloaderModule | None = None):
         self.config = config

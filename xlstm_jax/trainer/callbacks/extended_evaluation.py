@@ -307,7 +307,8 @@ class ExtendedEvaluation(Callback):
 
     def _evaluate(self, data_loader: DataIterator, mode: str, epoch_idx: int) -> dict[str, Any]:
         state, metrics, aggregated = self._eval_state(), None, {}
-        for batch in self.trainer.tracker(data_loader, desc=f"{mode} {epoch_idx}"):
+        batches = iter(self.trainer.tracker(data_loader, desc=f"{mode} {epoch_idx}"))
+        for batch in self.trainer.token_check.check_batches(batches, data_loader):
             _check_rows(batch, self.trainer.mesh.size)
             metrics = self.eval_step(state, batch, self.init_eval_metrics(batch) if metrics is None else metrics)
             aggregated = self.aggregate_metrics(aggregated, metrics)

@@ -13,11 +13,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.configs import ConfigError, check_seed, refuse_ignored
-from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER
+from xlstm_jax.dataset.text_encoder import TextEncoder
+from xlstm_jax.dataset.vocabulary import Vocabulary
 from xlstm_jax.inference.sampling import temperature_sampling
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.token_check import TokenCheck
 
 LOGGER = logging.getLogger(__name__)
 
@@ -75,9 +77,14 @@ class TextSamples(Callback):
         super().__init__(config, trainer, data_module)
         self.config = config
         given = BYTE_TOKENIZER if config.tokenizer is None else config.tokenizer
-        is_name = isinstance(given, str | Path)
-        self.tokenizer = load_tokenizer(given, add_bos=False, add_eos=False) if is_name else given
+        self.tokenizer: Any = given
+        known = None
+        if isinstance(given, str | Path):
+            encoder = TextEncoder(str(given))
+            known, self.tokenizer = Vocabulary.of_tokenizer(encoder), encoder.tokenizer
         self._prompts = [self._encode(prompt) for prompt in config.prompts for _ in range(config.num_samples)]
+        if known is not None:  # Of all its token ids, only those of the prompts are given to the model.
+            self.vocabulary = dataclasses.replace(known, size=1 + max(map(max, self._prompts)))
         self._generate = trainer.get_generate_fn(
             max_length=config.max_length,
             eod_token_id=config.eod_token_id,
@@ -129,4 +136,5 @@ class TextSamples(Callback):
                 f"The prompt {prompt!r} has {len(tokens)} tokens, but needs at least one and fewer than max_length "
                 f"{self.config.max_length}."
             )
+        getattr(self.trainer, "token_check", TokenCheck(None)).check_ids(f"The tokens of the prompt {prompt!r}", tokens)
         return tokens

@@ -27,10 +27,11 @@ from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.dataset.batch import Batch, LLMIndexedBatch
 from xlstm_jax.dataset.grain_iterator import make_grain_llm_iterator
 from xlstm_jax.dataset.grain_transforms import InferSegmentations
-from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.lmeval_dataset import HFTokenizeLogLikelihoodRolling, document_tokens
 from xlstm_jax.dataset.lmeval_pipeline import lmeval_preprocessing_pipeline
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator
+from xlstm_jax.dataset.text_encoder import TextEncoder
+from xlstm_jax.dataset.vocabulary import Vocabulary, check_vocabularies
 from xlstm_jax.inference.sampling import temperature_sampling
 from xlstm_jax.trainer.callbacks.extended_evaluation import EvalState, ExtendedEvaluation, ExtendedEvaluationConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
@@ -131,7 +132,10 @@ class LMEvalEvaluation(ExtendedEvaluation):
         self, config: LMEvalEvaluationConfig, trainer: LLMTrainer, data_module: DataloaderModule | None = None
     ):
         super().__init__(config, trainer, data_module)
-        self.tokenizer = load_tokenizer(config.tokenizer_path, add_bos=False, add_eos=False)
+        encoder = TextEncoder(config.tokenizer_path)
+        self.vocabulary = Vocabulary.of_tokenizer(encoder)
+        check_vocabularies(trainer.token_check.num_ids, {type(config).__name__: self.vocabulary})
+        self.tokenizer = encoder.tokenizer
         self.bos_token_id, self.eos_token_id = document_tokens(self.tokenizer)
         if config.apply_chat_template and not hasattr(self.tokenizer, "apply_chat_template"):
             raise ValueError(
@@ -376,6 +380,7 @@ class LMEvalEvaluation(ExtendedEvaluation):
         is_given = np.arange(math.ceil(lengths.max() / chunk_size) * chunk_size) < lengths[:, None]
         tokens = np.zeros(is_given.shape, np.int32)
         tokens[is_given] = np.concatenate(rows)
+        self.trainer.token_check.check_ids("The prompts", tokens[is_given])
         num_read = (lengths.min() - 1) // chunk_size * chunk_size
         cache = self._read_tokens(tokens[:, :num_read])
         tokens, is_given = tokens[:, num_read:], is_given[:, num_read:]

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import HostMetrics, ImmutableMetrics, Metrics, PyTree, StepMetrics, TrainState
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.dataset.batch import Batch, LLMBatch
+from xlstm_jax.dataset.batch import Batch, LLMBatch, to_host
 from xlstm_jax.inference.generate import as_rows
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.steps import Whole, eval_step
@@ -138,7 +139,10 @@ class LLMTrainer(TrainerModule):
             prefix_mask: jax.Array | np.ndarray | None = None,
             cache: PyTree | None = None,
         ) -> tuple[jax.Array, jax.Array]:
+            given = prefix_tokens, prefix_mask
             prefix_tokens, prefix_mask = as_rows(prefix_tokens, prefix_mask)
+            if not any(isinstance(x, Tracer) for x in given):
+                self.token_check.check_ids("The prefixes", _given_tokens(*given))
             num_rows = prefix_tokens.shape[0]
             fill = functools.partial(_fill_rows, multiple=num_parts)
             mask = None if prefix_mask is None else fill(prefix_mask)
@@ -248,6 +252,16 @@ def _as_llm_batch(batch: Batch) -> LLMBatch:
 def _first(cache: PyTree) -> PyTree:
     """Drop the axis over devices."""
     return None if cache is None else jax.tree.map(lambda x: x[0], cache)
+
+
+def _given_tokens(prefix_tokens: Any, prefix_mask: Any) -> np.ndarray:
+    """Return the tokens of prefixes that are given; the first one of each always is."""
+    tokens = to_host(prefix_tokens)
+    if prefix_mask is None or tokens.ndim == 1:
+        return tokens
+    is_given = to_host(prefix_mask).astype(bool)
+    is_given[:, 0] = True
+    return tokens[is_given]
 
 
 def _fill_rows(x: jax.Array, multiple: int) -> jax.Array:
