@@ -17,9 +17,12 @@ from processes import TESTS, wait_until
 
 from xlstm_jax.cli import header
 from xlstm_jax.cli.main import main
-from xlstm_jax.dataset.token_shards import ShardError
+from xlstm_jax.dataset.prepare import prepare
+from xlstm_jax.dataset.token_shards import ShardError, read_manifest
+from xlstm_jax.recipes import run_config
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_config import build_run
+from xlstm_jax.recipes.run_vocabulary import read_vocabulary
 
 TINY = (
     "model.embedding_dim=32",
@@ -308,3 +311,57 @@ def test_a_run_that_is_rejected_once_its_data_is_prepared_can_be_resumed(folder,
     assert main(["train", *TINY, "hydra.run.dir=mine"]) == 1
     assert (folder / "mine/config.yaml").is_file()
     assert (folder / "mine/data/train/manifest.json").is_file()
+
+
+PREPARED = {"train_vocab_size": 340, "validation_share": 0.3, "max_document_bytes": 200, "num_workers": 0}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """A text as shards of a tokenizer that was trained on it."""
+    folder = tmp_path_factory.mktemp("shards")
+    write_poem(folder)
+    prepare(folder / "poem.txt", folder / "mine", **PREPARED)
+    return folder / "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.tokenizer_path=byte"], "data.tokenizer_path: tokenizer 'byte', digest "),
+        (["model.vocab_size=320"], "data: there are 340 token ids ("),
+        (["-m", "model.vocab_size=384,320"], "Run 1 of the sweep: data: there are 340 token ids ("),
+    ],
+    ids=["another tokenizer", "too few ids", "a sweep"],
+)
+def test_a_model_that_does_not_fit_the_shards_is_refused_before_anything_starts(words, message, shards, folder, capsys):
+    assert main(["train", "data=prepared", f"data.data_path={shards}", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+    assert not (folder / "outputs").exists()
+
+
+def test_a_run_is_not_resumed_with_fewer_ids_than_its_data_has(shards, folder, capsys):
+    (folder / "run").mkdir()
+    settings = compose(["data=prepared", f"data.data_path={shards}"])
+    (folder / "run/config.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["resume", "run", "model.vocab_size=320"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("data: there are 340 token ids (")
+
+
+def test_data_whose_vocabulary_shows_late_is_refused_before_training(shards, folder, capsys, monkeypatch):
+    monkeypatch.setattr(run_config, "is_at_hand", lambda _: False)
+    words = ["model.embedding_dim=16", "model.num_heads=2", "model.num_blocks=1", "batch_size=8", "context_length=16"]
+    assert main(["train", "data=prepared", f"data.data_path={shards}", "model.vocab_size=320", *words]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("train: there are 340 token ids (")
+    assert not (folder / "outputs").exists()
+
+
+def test_a_run_keeps_the_vocabulary_that_it_was_trained_on(trained):
+    run = trained[0] / "outputs/here"
+    manifest = read_manifest(run / "data/train")
+    vocabulary = read_vocabulary(run)
+    assert (vocabulary.size, vocabulary.digest) == (manifest.vocab_size, manifest.tokenizer_digest)
+    assert vocabulary.encoder.tokenizer_path == str(run / "data/tokenizer")

@@ -8,6 +8,8 @@ from omegaconf import OmegaConf
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.configs import FormalTaskDataConfig, GrainArrayRecordsDataConfig, TextFilesDataConfig
+from xlstm_jax.dataset.prepare import prepare
+from xlstm_jax.dataset.token_shards import read_manifest
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.recipes.compose import ROOT, change, compose, groups, initialized, register_run_id, resolved
@@ -235,3 +237,83 @@ def test_a_model_without_a_vocabulary_gets_that_of_synthetic_tokens():
 def test_more_synthetic_tokens_than_a_model_has_are_refused():
     line = mistake("data=synthetic", "model.vocab_size=64", "data.vocab_size=65")
     assert line == "data.vocab_size is 65, but model.vocab_size is 64: set model.vocab_size alone."
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with texts as shards: of a tokenizer that was trained on them (trained), and of bytes (bytes)."""
+    folder = tmp_path_factory.mktemp("prepared")
+    words = [f"{number**5:x}" for number in range(200)]
+    (folder / "texts.txt").write_text("".join(f"{word} and {word} and {word} again.\n" for word in words))
+    options = {"validation_share": 0.4, "max_document_bytes": 64, "num_workers": 0}
+    prepare(folder / "texts.txt", folder / "trained", train_vocab_size=330, **options)
+    prepare(folder / "texts.txt", folder / "bytes", **options)
+    return folder
+
+
+def test_the_vocabulary_of_shards_is_that_of_their_manifest(prepared):
+    size = read_manifest(prepared / "trained/train").vocab_size
+    assert size > 320
+    run = run_of("data=prepared", f"data.data_path={prepared}/trained")
+    assert run.model.model_config.vocab_size == 384
+    assert run_of("data=prepared", f"data.data_path={prepared}/trained", f"model.vocab_size={size}")
+    assert run_of("data=prepared", f"data.data_path={prepared}/bytes").model.model_config.vocab_size == 320
+
+
+def test_a_model_with_fewer_ids_than_its_data_is_a_mistake_with_both_numbers(prepared):
+    line = mistake("data=prepared", f"data.data_path={prepared}/trained", "model.vocab_size=320")
+    assert re.match(
+        r"data: there are 3\d\d token ids \(.*manifest\.json.*\), but the model's vocab_size is 320: set", line
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "where", "number"),
+    [
+        (["data=text_files", "data.data_path=unread.txt"], "data", 257),
+        (["data.prepare.train_vocab_size=null"], "data.prepare", 257),
+        (["data.prepare.train_vocab_size=512"], "data.prepare", 512),
+        (["data=formal_task", "data.task=majority_count"], "data", 18),
+    ],
+    ids=["texts", "bytes to prepare", "a tokenizer to train", "a formal task"],
+)
+def test_ten_ids_are_too_few_for_any_data(data, where, number):
+    line = mistake(*data, "model.vocab_size=10")
+    assert re.match(rf"{where}: there are {number} token ids \(.*\), but the model's vocab_size is 10: set", line)
+
+
+def test_another_tokenizer_than_that_of_the_shards_is_a_mistake_with_both_names(prepared):
+    line = mistake("data=prepared", f"data.data_path={prepared}/trained", "data.tokenizer_path=byte")
+    assert line.startswith("data.tokenizer_path: tokenizer 'byte', digest ")
+    assert f"is another tokenizer than {prepared}/trained/train/manifest.json of tokenizer" in line
+    run_of("data=prepared", f"data.data_path={prepared}/trained", f"data.tokenizer_path={prepared}/trained/tokenizer")
+
+
+@pytest.mark.parametrize(("section", "split"), [("validation", "validation"), ("mix", "train")])
+def test_every_set_has_to_be_of_one_tokenizer(section, split, prepared):
+    settings = compose(["data=prepared", f"data.data_path={prepared}/trained"])
+    settings["data"] |= {"validation": None, section: {"a": {}, "b": {"data_path": f"{prepared}/bytes"}}}
+    with pytest.raises(ConfigError) as caught:
+        build_run(settings)
+    assert str(caught.value).startswith(f"data.{section}.b: {prepared}/bytes/{split}/manifest.json of tokenizer 'byte'")
+    assert "is another tokenizer than" in str(caught.value)
+
+
+def test_shards_without_a_manifest_do_not_tell_a_vocabulary(tmp_path):
+    line = mistake("data=prepared", f"data.data_path={tmp_path}")
+    assert line.startswith("model.vocab_size is not set, and the data has neither a manifest nor a tokenizer")
+
+
+def test_a_manifest_that_cannot_be_read_is_a_line(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/manifest.json").write_text("{")
+    assert mistake("data=prepared", f"data.data_path={tmp_path}").startswith(
+        f"data: {tmp_path}/train/manifest.json is no"
+    )
+
+
+def test_shards_elsewhere_say_nothing_about_those_that_a_run_prepares(prepared, monkeypatch):
+    (prepared / "here").mkdir()
+    (prepared / "here/data").symlink_to(prepared / "trained")
+    monkeypatch.chdir(prepared / "here")
+    assert run_of("data.prepare.train_vocab_size=null").model.model_config.vocab_size == 320

@@ -16,6 +16,8 @@ from xlstm_jax.dataset.configs import (
     TextDataConfig,
     TextFilesDataConfig,
 )
+from xlstm_jax.dataset.token_shards import TOKENIZER_FOLDER
+from xlstm_jax.dataset.vocabulary_lookup import given_tokenizer
 from xlstm_jax.import_utils import resolve_import
 from xlstm_jax.recipes.build import build, nearest
 from xlstm_jax.recipes.ignored_data import DataSet, Layer, check_layers, check_prepared
@@ -97,8 +99,15 @@ class DataRecipe(ConfigDict):
 
     @property
     def tokenizer_path(self) -> str | None:
-        """The tokenizer of texts; `None` if the data is no text."""
-        return self.first.tokenizer_path if isinstance(self.first, TextDataConfig) else None
+        """The tokenizer that is set; `None` if the data is no text, or if the manifest of its shards names one."""
+        return given_tokenizer(self.first) if isinstance(self.first, TextDataConfig) else None
+
+    def named_sets(self) -> dict[str, DataConfig]:
+        """Return all sets, by where they are in the settings."""
+        is_mix = len(self.train) > 1
+        sets = {f"data.mix.{config.name}" if is_mix else "data": config for config in self.train}
+        several = len(self.validation) > 1
+        return sets | {f"data.validation.{n}" if several else "data.validation": c for n, c in self.validation.items()}
 
     def in_folder(self, folder: Path) -> "DataRecipe":
         """Return the recipe with what it prepares in the folder of a run, unless it says another place."""
@@ -195,7 +204,7 @@ def _prepared_fields(prepare: PrepareConfig) -> dict[str, Any]:
     return {
         "data_path": str(output),
         "tokenize_data": False,
-        "tokenizer_path": str(output / "tokenizer") if has_own_tokenizer else prepare.tokenizer_path,
+        "tokenizer_path": str(output / TOKENIZER_FOLDER) if has_own_tokenizer else prepare.tokenizer_path,
     }
 
 

@@ -18,9 +18,10 @@ from xlstm_jax.checkpoint.files import checkpoint_folder
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset import DataIterator, LLMBatch, create_data_iterator, create_mixed_data_iterator
 from xlstm_jax.dataset.configs import TextDataConfig
-from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.text_measures import TextMeasures, measure_text
+from xlstm_jax.dataset.vocabulary import MissingTokenizerError, Vocabulary
+from xlstm_jax.dataset.vocabulary_lookup import find_vocabulary
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.recipes.build import nearest
 from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
@@ -32,6 +33,7 @@ from xlstm_jax.recipes.performance import Performance, describe_devices, reject,
 from xlstm_jax.recipes.processes import from_first_process
 from xlstm_jax.recipes.rejected import RejectedFolder
 from xlstm_jax.recipes.run_config import RunConfig, build_run
+from xlstm_jax.recipes.run_vocabulary import write_vocabulary
 from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
 from xlstm_jax.trainer.callbacks.run_report import RunReportConfig
 from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
@@ -141,7 +143,7 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
         if data.prepare is not None:
             prepare_data(data)
             rejected.keep()  # The shards can be used by a run that is resumed with other settings.
-        measures = _measure_validation(data)
+        measures = _measure_validation(data, config.trainer.bytes_per_token)
         config = dataclasses.replace(config, data=data, trainer=_complete_trainer(config, data, folder, measures))
         STARTUP.end("data")
         trainer = LLMTrainer(
@@ -153,11 +155,14 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
         )
         STARTUP.end("model")
         train_loader, val_loader = _open_loaders(data, trainer.mesh)
+        trainer.check_data(train=train_loader, val=val_loader)
         _check_monitored(trainer, val_loader)
         STARTUP.end("data")
         _load_state(trainer, config, train_loader, val_loader, step)
         STARTUP.end("checkpoint")
         write_settings(settings, folder, notes)
+        if train_loader.vocabulary is not None and jax.process_index() == 0:
+            write_vocabulary(folder, train_loader.vocabulary)
         return Run(config, folder, trainer, train_loader, val_loader, measures, performance, lock.pop_all())
 
 
@@ -228,13 +233,23 @@ def _first_process_only() -> Iterator[bool]:
         multihost_utils.sync_global_devices("the first process has prepared the data")
 
 
-def _measure_validation(data: DataRecipe) -> TextMeasures | None:
-    """Measure the text that is validated on: the only set of that kind, and all of it."""
+def _measure_validation(data: DataRecipe, bytes_per_token: float | None) -> TextMeasures | None:
+    """Measure the text that is validated on: the only set of that kind, and all of it.
+
+    That takes the tokenizer of shards; only where the bytes of a token are given, a run can do without.
+    """
     sets = list(data.validation.values())
     if len(sets) != 1 or not isinstance(sets[0], TextDataConfig):
         return None
     training = [each for each in data.train if isinstance(each, TextDataConfig)]
-    measures = measure_text(sets[0], MEASURED_BYTES, training, PRIMING_BYTES)
+    try:
+        measures = measure_text(sets[0], MEASURED_BYTES, training, PRIMING_BYTES)
+    except MissingTokenizerError as error:
+        if bytes_per_token is None:
+            advice = "Validation needs it for bits per byte, unless trainer.bytes_per_token is set."
+            raise ConfigError(f"data.{error} {advice}") from error
+        LOGGER.warning("The validation text is not measured. %s", error)
+        return None
     return dataclasses.replace(measures, compressors={}) if sets[0].max_steps_per_epoch else measures
 
 
@@ -248,8 +263,8 @@ def _complete_trainer(config: RunConfig, data: DataRecipe, folder: Path, measure
         tools.append(ConsoleLoggerConfig(references=references))
     callbacks = []
     for callback in trainer.callbacks:
-        if isinstance(callback, TextSamplesConfig) and callback.tokenizer is None and data.tokenizer_path:
-            callback = _with_tokenizer(callback, data.tokenizer_path)
+        if isinstance(callback, TextSamplesConfig) and callback.tokenizer is None:
+            callback = _with_tokenizer(callback, find_vocabulary(data.first))
         elif isinstance(callback, RunReportConfig) and not callback.references:
             callback = dataclasses.replace(callback, references=references)
         callbacks.append(callback)
@@ -262,11 +277,17 @@ def _complete_trainer(config: RunConfig, data: DataRecipe, folder: Path, measure
     )
 
 
-def _with_tokenizer(callback: TextSamplesConfig, path: str) -> TextSamplesConfig:
-    """Let samples speak the language of the data, and end where documents end."""
-    end = load_tokenizer(path, add_bos=False, add_eos=False).eos_token_id
+def _with_tokenizer(callback: TextSamplesConfig, vocabulary: Vocabulary | None) -> TextSamplesConfig:
+    """Let samples speak the language of the data, if it is text, and end where documents end."""
+    if vocabulary is None or vocabulary.encoder is None:
+        return callback
+    end = vocabulary.load_tokenizer().eos_token_id
     ends_already = callback.eod_token_id >= 0 or end is None
-    return dataclasses.replace(callback, tokenizer=path, eod_token_id=callback.eod_token_id if ends_already else end)
+    return dataclasses.replace(
+        callback,
+        tokenizer=vocabulary.encoder.tokenizer_path,
+        eod_token_id=callback.eod_token_id if ends_already else end,
+    )
 
 
 def _open_loaders(data: DataRecipe, mesh: Mesh) -> tuple[DataIterator, Any]:

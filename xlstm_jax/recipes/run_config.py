@@ -1,5 +1,6 @@
 """All that a run is made of, from one tree of plain settings."""
 
+import contextlib
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -7,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xlstm_jax.configs import ConfigDict, ConfigError, describe_ignored, refuse_ignored
-from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, SyntheticDataConfig, TextDataConfig
+from xlstm_jax.dataset.text_encoder import TextEncoder
+from xlstm_jax.dataset.vocabulary import Vocabulary, check_vocabularies
+from xlstm_jax.dataset.vocabulary_lookup import find_vocabulary, is_at_hand, is_local
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.shared.feedforward import round_up
 from xlstm_jax.recipes.build import build, nearest
-from xlstm_jax.recipes.data import DataRecipe, read_data
+from xlstm_jax.recipes.data import DataRecipe, PrepareConfig, read_data
 from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.optimizer import OptimizerConfig
 from xlstm_jax.trainer.planning.setup import Setup
@@ -148,7 +151,9 @@ def build_run(values: Mapping[str, Any]) -> RunConfig:
             if model.get("vocab_size") is None:
                 model["vocab_size"] = _find_vocab_size(data)
             merged["model"] = _read_model(model)
-        return build(RunConfig, merged)
+        run = build(RunConfig, merged)
+        _check_vocabularies(run.data, run.model.num_token_ids)
+        return run
     except ConfigError as error:
         lines = str(error).splitlines()
         raise ConfigError("\n".join(_as_written(line) for line in lines)) from error
@@ -188,28 +193,48 @@ def _read_model(values: Mapping[str, Any]) -> ModelConfig:
 
 def _find_vocab_size(data: DataRecipe) -> int:
     """Return the size of the vocabulary that the data has, rounded up."""
-    if data.prepare is not None and data.prepare.train_vocab_size is not None:
-        return round_up(data.prepare.train_vocab_size, VOCABULARY_MULTIPLE)
-    return round_up(_count_tokens(data.first), VOCABULARY_MULTIPLE)
+    if data.prepare is not None:
+        vocabulary = _vocabulary_to_prepare(data.prepare)
+    else:
+        with _named("data"):
+            vocabulary = next(filter(None, map(find_vocabulary, data.train)), None)
+    if vocabulary is None:
+        raise ConfigError(
+            "model.vocab_size is not set, and the data has neither a manifest nor a tokenizer that tells it: set it."
+        )
+    return round_up(vocabulary.size, VOCABULARY_MULTIPLE)
 
 
-def _count_tokens(config: DataConfig) -> int:
-    if isinstance(config, FormalTaskDataConfig):
-        from xlstm_jax.dataset.formal_languages import TASKS
+def _check_vocabularies(data: DataRecipe, num_ids: int | None) -> None:
+    """Raise if the data does not fit the model, as far as that shows before anything is made for the run.
 
-        if config.task not in TASKS:
-            raise ConfigError(f"data.task: there is no task {config.task!r}, only {', '.join(TASKS)}.")
-        return len(TASKS[config.task].vocabulary)
-    if isinstance(config, SyntheticDataConfig) and config.vocab_size is not None:
-        return config.vocab_size
-    if isinstance(config, TextDataConfig):
-        from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
+    Where the hub has to be asked or shards are still to be prepared, it shows when the run is opened.
+    """
+    prepare, vocabularies = data.prepare, {}
+    if prepare is None:
+        for name, config in data.named_sets().items():
+            if is_at_hand(config):
+                with _named(name):
+                    vocabularies[name] = find_vocabulary(config)
+    elif prepare.train_vocab_size is not None or is_local(prepare.tokenizer_path):
+        vocabularies["data.prepare"] = _vocabulary_to_prepare(prepare)
+    check_vocabularies(num_ids, vocabularies)
 
-        try:
-            return len(load_tokenizer(config.tokenizer_path, False, False, config.hf_access_token, config.hf_cache_dir))
-        except Exception as error:
-            raise ConfigError(
-                f"data.tokenizer_path: {config.tokenizer_path!r} cannot be loaded to see how many tokens it has "
-                f"({error}): set model.vocab_size, or another tokenizer."
-            ) from error
-    raise ConfigError("model.vocab_size is not set, and the data has no tokenizer that tells it: set it.")
+
+def _vocabulary_to_prepare(prepare: PrepareConfig) -> Vocabulary:
+    """Return the vocabulary that texts will be prepared with."""
+    if prepare.train_vocab_size is not None:
+        return Vocabulary(prepare.train_vocab_size, "data.prepare.train_vocab_size")
+    with _named("data.prepare"):
+        return Vocabulary.of_tokenizer(TextEncoder(prepare.tokenizer_path))
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name the set in what is wrong with one of its fields."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{error}") from error
+    except ValueError as error:  # a manifest that cannot be read
+        raise ConfigError(f"{name}: {error}") from error

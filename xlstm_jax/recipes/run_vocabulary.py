@@ -1,0 +1,41 @@
+"""The vocabulary of a run, kept in its folder: which token ids the model was trained on, and by which tokenizer."""
+
+import json
+import os
+from pathlib import Path
+
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.text_encoder import TextEncoder
+from xlstm_jax.dataset.vocabulary import Vocabulary
+
+VOCABULARY_FILE = "vocabulary.json"
+
+
+def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> None:
+    """Write the vocabulary of a run; the path of a local tokenizer is kept as an absolute one."""
+    encoder = vocabulary.encoder
+    path = None if encoder is None else encoder.tokenizer_path
+    content = {
+        "size": vocabulary.size,
+        "tokenizer_path": str(Path(path).resolve()) if path is not None and Path(path).exists() else path,
+        "tokenizer_digest": vocabulary.digest,
+        "add_bos": encoder is not None and encoder.add_bos,
+        "add_eos": encoder is not None and encoder.add_eos,
+    }
+    temporary = folder / f".{VOCABULARY_FILE}.tmp"
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / VOCABULARY_FILE)
+
+
+def read_vocabulary(folder: Path) -> Vocabulary | None:
+    """Return the vocabulary of a run; `None` if its folder has none."""
+    file = folder / VOCABULARY_FILE
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        path = content["tokenizer_path"]
+        encoder = None if path is None else TextEncoder(path, content["add_bos"], content["add_eos"])
+        return Vocabulary(content["size"], str(file), encoder, content["tokenizer_digest"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error!r}): delete it, and give the tokenizer yourself.") from error
