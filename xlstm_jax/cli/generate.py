@@ -96,7 +96,7 @@ def continue_texts(
     Args:
         folder: The folder of the run.
         prompts: The texts.
-        tokenizer_path: The tokenizer; that of the run if `None`.
+        tokenizer_path: Where the tokenizer is; where the run has it from if `None`.
         num_tokens: How many tokens to add at most.
         temperature: 0 always takes the likeliest token.
         top_k: Draw from this many tokens only.
@@ -106,17 +106,22 @@ def continue_texts(
 
     Returns:
         What comes after each prompt.
+
+    Raises:
+        ConfigError: The tokenizer is not that of the run, or has more token ids than the model.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
 
+    from xlstm_jax.dataset.vocabulary import check_vocabularies
     from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
     from xlstm_jax.inference.sampling import filtered_sampling
     from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
 
     enable_compilation_cache()
-    tokenizer = _load_tokenizer(tokenizer_path or _tokenizer_of(folder))
+    vocabulary = _vocabulary_of(folder, tokenizer_path)
+    tokenizer = vocabulary.load_tokenizer()
     end = tokenizer.eos_token_id
     rows = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
     if any(not row for row in rows) and end is None:
@@ -126,6 +131,7 @@ def continue_texts(
     trainer: Any = _trainer_without_initialization().load_from_checkpoint(
         folder, batch_size=1, mesh=one_device, step_idx=-1 if step == BEST else step, load_best=step == BEST
     )
+    check_vocabularies(trainer.token_check.num_ids, {"The tokenizer": vocabulary})
     sample = functools.partial(filtered_sampling, temperature=temperature, top_k=top_k, top_p=top_p)
     texts = []
     for row in rows:
@@ -153,28 +159,41 @@ def _trainer_without_initialization() -> Any:
     return ZeroTrainer
 
 
-def _load_tokenizer(path: str) -> Any:
-    from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
+def _vocabulary_of(folder: Path, tokenizer_path: str | None) -> Any:
+    """Return the vocabulary of a tokenizer, which has to be that of the run, as far as the run's folder tells."""
+    from xlstm_jax.dataset.text_encoder import TextEncoder
+    from xlstm_jax.dataset.vocabulary import MissingTokenizerError, Vocabulary
+    from xlstm_jax.recipes.run_vocabulary import read_vocabulary
 
+    kept = read_vocabulary(folder)
+    path = tokenizer_path or _tokenizer_of(folder, kept)
     try:
-        return load_tokenizer(path, add_bos=False, add_eos=False)
-    except (OSError, ValueError) as error:
+        vocabulary = Vocabulary.of_tokenizer(TextEncoder(path))
+    except MissingTokenizerError as error:
         if Path(path).exists():
             raise
         raise ConfigError(
             f"The tokenizer {path!r} is neither a path, looked for from {Path.cwd()}, nor a name on the hub that can "
             "be loaded: give it with --tokenizer, or go to the folder where the run was started."
         ) from error
+    if kept is not None:
+        kept.check_same_tokens("--tokenizer" if tokenizer_path else "The tokenizer", vocabulary)
+    return vocabulary
 
 
-def _tokenizer_of(folder: Path) -> str:
-    """Return the tokenizer of a run's data."""
+def _tokenizer_of(folder: Path, kept: Any) -> str:
+    """Return the tokenizer of a run: that of its data, or where it was when the run was started last."""
+    from xlstm_jax.dataset.vocabulary_lookup import find_vocabulary, is_local
     from xlstm_jax.recipes.compose import resolved
     from xlstm_jax.recipes.data import read_data
     from xlstm_jax.recipes.run import read_settings
 
-    settings = resolved(read_settings(folder))
-    path = read_data(settings.get("data")).in_folder(folder).tokenizer_path
+    data = read_data(resolved(read_settings(folder)).get("data")).in_folder(folder)
+    path, earlier = data.tokenizer_path, kept and kept.encoder and kept.encoder.tokenizer_path
+    if path is None and (found := find_vocabulary(data.first)) is not None and found.encoder is not None:
+        path = found.encoder.tokenizer_path
+    if earlier is not None and (path is None or not is_local(path)):
+        return earlier
     if path is None:
-        raise ConfigError(f"The data of {folder} is no text: give the tokenizer with --tokenizer.")
+        raise ConfigError(f"The data of {folder} names no tokenizer that is found: give it with --tokenizer.")
     return path
