@@ -3,16 +3,23 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax.core import FrozenDict
 
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import ConfigDict, ConfigError, check_numbers
+from xlstm_jax.dataset import SyntheticDataConfig
+from xlstm_jax.distributed.mesh_utils import ParallelConfig
+from xlstm_jax.trainer.base.config import TrainerConfig
+from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
+from xlstm_jax.trainer.logger import LoggerConfig
 
 
 @dataclasses.dataclass
@@ -288,3 +295,53 @@ def test_fields_that_are_not_settable_are_not_passed_on():
     config = Derived(size=3)
     assert config.to_dict() == {"size": 3, "double": 6}
     assert ConfigDict.from_dict(Derived, config.to_dict(), ignore_extensive_attributes=False) == config
+
+
+@dataclasses.dataclass(kw_only=True)
+class Numbers(ConfigDict):
+    """A config with every kind of number."""
+
+    whole: int = 1
+    real: float = 1.0
+    optional: int | None = None
+
+
+@pytest.mark.parametrize("value", ["3", None, True, 2.5, math.nan, [3]])
+@pytest.mark.parametrize("name", ["whole", "real", "optional"])
+def test_what_is_no_finite_number_is_refused_by_its_name(name, value, unchecked_shapes):
+    if (name, value) in (("real", 2.5), ("optional", None)):
+        return
+    config = Numbers()
+    setattr(config, name, value)
+    with pytest.raises(ConfigError, match=rf"^{name} is {re.escape(repr(value))}, but must be a .*number\.$"):
+        check_numbers(config)
+
+
+def test_numbers_of_numpy_are_numbers(unchecked_shapes):
+    check_numbers(Numbers(whole=np.int64(3), real=np.float32(2.5), optional=None))
+
+
+def test_only_fields_of_the_given_class_are_checked(unchecked_shapes):
+    @dataclasses.dataclass(kw_only=True)
+    class Loose(Numbers):
+        limit: float = None  # pyright: ignore[reportAssignmentType]
+
+    check_numbers(Loose(), Numbers)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields"),
+    [
+        (SyntheticDataConfig, {"global_batch_size": "8"}),
+        (SyntheticDataConfig, {"global_batch_size": 8.5}),
+        (TrainerConfig, {"gradient_accumulate_steps": "2"}),
+        (LoggerConfig, {"log_every_n_steps": "5"}),
+        (ModelCheckpointConfig, {"max_to_keep": math.nan}),
+        (ModelCheckpointConfig, {"every_n_minutes": math.nan}),
+        (ParallelConfig, {"data_axis_size": "all"}),
+    ],
+)
+def test_configs_of_all_layers_check_their_numbers(config_class, fields, unchecked_shapes):
+    ((name, value),) = fields.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}, but must be a"):
+        config_class(**fields)

@@ -4,6 +4,8 @@ import ast
 import collections.abc
 import dataclasses
 import difflib
+import math
+import numbers
 import re
 import types
 import typing
@@ -52,6 +54,26 @@ def refuse_ignored(config: Any, reasons: collections.abc.Mapping[str, str]) -> N
 
 def _default_of(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def check_numbers(config: Any, config_class: type | None = None) -> None:
+    """Raise a `ConfigError` unless every field that is annotated as a number holds a finite one.
+
+    Args:
+        config: The config, a dataclass.
+        config_class: The class whose fields are checked; those of users' subclasses may be as they like. By default,
+            all fields are checked.
+    """
+    for field in dataclasses.fields(config_class or config):
+        kinds = set(typing.get_args(field.type) or (field.type,))
+        value = getattr(config, field.name)
+        if not kinds & {int, float} or not kinds <= {int, float, types.NoneType}:
+            continue
+        if value is None and types.NoneType in kinds:
+            continue
+        wanted, noun = (numbers.Real, "number") if float in kinds else (numbers.Integral, "whole number")
+        if not isinstance(value, wanted) or isinstance(value, bool) or not math.isfinite(value):
+            raise ConfigError(f"{field.name} is {value!r}, but must be a {'finite ' * (float in kinds)}{noun}.")
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)

@@ -1,6 +1,7 @@
 """What the config of an xLSTM refuses, and the checks that it shares with other models."""
 
 import dataclasses
+import math
 import re
 
 import jax.numpy as jnp
@@ -102,6 +103,16 @@ def test_a_pipeline_axis_that_models_would_ignore_is_refused(size):
     with pytest.raises(ConfigError, match="no pipeline stages"):
         LlamaConfig(vocab_size=24, embedding_dim=16, num_blocks=1, head_dim=8, parallel=parallel)
     check_parallel(ParallelConfig(data_axis_size=2, fsdp_axis_size=-1, model_axis_size=2))
+
+
+@pytest.mark.parametrize("config_class", [XLSTMConfig, LlamaConfig])
+def test_settings_that_are_no_numbers_are_refused_by_their_names(config_class, unchecked_shapes):
+    fields = {"vocab_size": 24, "embedding_dim": 128, "num_blocks": 2, "num_heads": 2}
+    if config_class is LlamaConfig:
+        del fields["num_heads"]
+    for name, value in {"vocab_size": "24", "embedding_dim": 16.5, "norm_eps": math.nan, "dtype": None}.items():
+        with pytest.raises(ConfigError, match=f"{name} is {value!r}, but must"):
+            config_class(**{**fields, name: value})
 
 
 @pytest.mark.parametrize("shape", [(5,), (1, 3, 5), (0, 5), (3, 0)])

@@ -1,11 +1,12 @@
 """What data a run reads and how it is cut into batches."""
 
 import dataclasses
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, check_numbers
 
 T = TypeVar("T", bound="DataConfig")
 
@@ -32,6 +33,7 @@ class DataConfig:
     data_shuffle_seed: int = 42
 
     def __post_init__(self):
+        check_numbers(self)
         _check_least(self, 1, "global_batch_size", "max_target_length")
         _check_least(self, 0, "data_shuffle_seed")
 
@@ -246,7 +248,7 @@ def _present(names: Collection[str], **values: Any) -> dict[str, Any]:
 
 def _check_rampup(batch_size: int, factors: dict[int, float] | None) -> None:
     for step, factor in (factors or {}).items():
-        if int(step) < 0 or int(batch_size * factor) < 1:
+        if int(step) < 0 or not math.isfinite(factor) or int(batch_size * factor) < 1:
             raise ConfigError(
                 f"batch_rampup_factors gives {batch_size} * {factor} rows from step {step} on, but needs steps of at "
                 "least 0 and factors that leave a row."

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, check_numbers
 
 LOGGER = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class ParallelConfig:
     """Hide the communication of tensor-parallel layers behind their matrix products, with rings."""
 
     def __post_init__(self):
+        check_numbers(self, ParallelConfig)
         for field in ("fsdp_gather_dtype", "fsdp_grad_scatter_dtype"):
             value = getattr(self, field)
             if value is not None and value not in COLLECTIVE_DTYPES:

@@ -8,6 +8,7 @@ from meshes import make_mesh, on_mesh
 from models.llama.builds import SMALL, apply, build, draw_tokens
 
 from xlstm_jax.models.llama import LlamaConfig
+from xlstm_jax.models.llama.attention import multihead_attention
 
 
 @pytest.mark.parametrize(
@@ -90,3 +91,21 @@ def test_heads_that_cannot_be_split_over_devices_are_refused():
     model, _ = build()
     with pytest.raises(ValueError, match=r"4 heads of queries and 2 of keys .* 4 devices"):
         on_mesh(lambda: model.init(jax.random.key(0), draw_tokens()), make_mesh(tp=4), in_specs=())()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": (2, 8, 4)}, r"q has shape \(2, 8, 4\)"),
+        ({"k": (2, 8, 2, 3)}, r"k has shape \(2, 8, 2, 3\), but q of shape \(2, 8, 4, 4\) needs"),
+        ({"k": (2, 8, 3, 4)}, r"k has shape .* divides 4"),
+        ({"v": (2, 7, 2, 4)}, r"v has shape .* needs \(2, 8, 2, 4\)"),
+        ({"segment_ids": (2, 9)}, r"segment_ids has shape \(2, 9\), but .* needs \(2, 8\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_arrays_that_attention_cannot_use_are_refused_by_their_names(changes, message):
+    shapes = {"q": (2, 8, 4, 4), "k": (2, 8, 2, 4), "v": (2, 8, 2, 4), "segment_ids": (2, 8), **changes}
+    segment_ids = jnp.zeros(shapes.pop("segment_ids"), jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        multihead_attention(**{name: jnp.ones(shape) for name, shape in shapes.items()}, segment_ids=segment_ids)

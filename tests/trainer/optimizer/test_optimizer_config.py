@@ -5,7 +5,7 @@ import math
 import pytest
 
 from xlstm_jax.configs import ConfigDict, ConfigError
-from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig
+from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig, build_optimizer
 from xlstm_jax.trainer.optimizer.checks import check_patterns
 from xlstm_jax.trainer.optimizer.optimizer import NESTEROV, OPTIMIZERS
 
@@ -71,6 +71,43 @@ def test_a_config_survives_a_way_through_a_dictionary():
         grad_clip_norm=1.0,
     )
     assert ConfigDict.from_dict(OptimizerConfig, config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": None}, "Unknown optimizer None"),
+        ({"beta1": "0.9"}, "beta1 is '0.9'"),
+        ({"weight_decay": "0.1"}, "weight_decay is '0.1'"),
+        ({"grad_clip_norm": True}, "grad_clip_norm is True"),
+        ({"weight_decay_exclude": [3]}, "weight_decay_exclude holds 3"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_fields_of_another_type_are_refused_by_their_names(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        OptimizerConfig(**{"name": "adamw", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr": None}, "lr is None"),
+        ({"lr": "1e-3"}, "lr is '1e-3'"),
+        ({"warmup_steps": 2.5}, "warmup_steps is 2.5, but must be a whole number"),
+        ({"decay_steps": 1.5}, "decay_steps is 1.5, but must be a whole number"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_schedules_of_no_numbers_are_refused_by_the_names_of_their_fields(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        SchedulerConfig(**{"lr": 1e-3, **fields})
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_what_is_no_config_of_an_optimizer_is_refused():
+    with pytest.raises(ValueError, match="optimizer_config is None, but must be an OptimizerConfig"):
+        build_optimizer(None)
 
 
 @pytest.mark.parametrize("scheduler", [None, 1e-3])

@@ -138,6 +138,7 @@ def multihead_attention(
     Returns:
         The mean of values that each head of queries sees.
     """
+    _check_shapes(q, k, v, segment_ids)
     chosen = resolve_backend(backend, q.dtype, q.shape[-1])
     if segment_ids is not None and contiguous_segments:
         form = "auto" if backend == "auto" and chosen == "cudnn" else chosen
@@ -146,6 +147,21 @@ def multihead_attention(
     if mask is not None and chosen != "xla":
         say_once(LOGGER, "Attention within segments: a mask of all pairs of positions, as contiguous_segments is off.")
     return attention(q, k, v, mask, causal=causal, scale=qk_scale, backend=_for_all_pairs(chosen))
+
+
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> None:
+    if q.ndim != 4:
+        raise ValueError(f"q has shape {q.shape}, but must be [batch, positions, heads, head_dim].")
+    b, s, num_heads, head_dim = q.shape
+    if k.ndim != 4 or (*k.shape[:2], k.shape[3]) != (b, s, head_dim) or num_heads % max(k.shape[2], 1):
+        raise ValueError(
+            f"k has shape {k.shape}, but q of shape {q.shape} needs ({b}, {s}, heads, {head_dim}), with a number of "
+            f"heads that divides {num_heads}."
+        )
+    expected = {"v": (v, k.shape)} | ({} if segment_ids is None else {"segment_ids": (segment_ids, (b, s))})
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}, but q of shape {q.shape} needs {shape}.")
 
 
 def cached_attention(

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from xlstm_jax.configs import ConfigDict, ConfigError, refuse_ignored
+from xlstm_jax.configs import ConfigDict, ConfigError, check_numbers, refuse_ignored
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.llama.attention import AttentionBackend, check_backend
 from xlstm_jax.models.shared.checks import check_dtypes, check_float8, check_literals, check_parallel
@@ -68,6 +68,7 @@ class LlamaConfig(ConfigDict):
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self):
+        check_numbers(self)
         self._check_sizes()
         refuse_ignored(self, self.ignored_fields())
         if not 0 <= self.dropout_rate < 1:

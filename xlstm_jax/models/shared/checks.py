@@ -20,12 +20,12 @@ MODULE_NAMES = ("Embed", "Block", "LMHead")
 def check_dtypes(config: Any, names: tuple[str, ...]) -> None:
     """Raise if a field does not name a floating-point type."""
     for name in names:
+        value = getattr(config, name)
         try:
-            is_float = jnp.issubdtype(jnp.dtype(getattr(config, name)), jnp.floating)
+            is_float = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
         except TypeError:
             is_float = False
         if not is_float:
-            value = getattr(config, name)
             raise ConfigError(f"{name} is {value!r}, but must name a floating-point type such as float32 or bfloat16.")
 
 

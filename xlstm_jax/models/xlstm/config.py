@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from xlstm_jax.configs import ConfigDict, ConfigError, refuse_ignored
+from xlstm_jax.configs import ConfigDict, ConfigError, check_numbers, refuse_ignored
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.kernels.mlstm.api import Backend as MLSTMBackend
 from xlstm_jax.kernels.slstm.api import Backend as SLSTMBackend
@@ -127,6 +127,7 @@ class XLSTMConfig(ConfigDict):
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self):
+        check_numbers(self)
         self._check_numbers()
         refuse_ignored(self, self.ignored_fields())
         check_literals(self)

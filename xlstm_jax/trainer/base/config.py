@@ -4,7 +4,7 @@ import dataclasses
 from typing import get_args
 
 from xlstm_jax.common_types import LogMode
-from xlstm_jax.configs import ConfigDict, ConfigError, check_seed, refuse_ignored
+from xlstm_jax.configs import ConfigDict, ConfigError, check_numbers, check_seed, refuse_ignored
 from xlstm_jax.trainer.base.guard import BadStepConfig
 from xlstm_jax.trainer.callbacks.callback import CallbackConfig
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
@@ -51,6 +51,7 @@ class TrainerConfig(ConfigDict):
     seed_eval: int = 0
 
     def __post_init__(self):
+        check_numbers(self, TrainerConfig)
         for name in ("seed", "seed_eval"):
             check_seed(name, getattr(self, name))
         if self.deterministic and self.debug:
@@ -58,6 +59,8 @@ class TrainerConfig(ConfigDict):
         if self.gradient_accumulate_steps < 1:
             raise ConfigError(f"gradient_accumulate_steps is {self.gradient_accumulate_steps}: it has to be 1 or more.")
         for name in ("default_train_log_modes", "intermediates_log_modes"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be a list of modes.")
             unknown = [mode for mode in getattr(self, name) if mode not in get_args(LogMode)]
             if unknown:
                 raise ConfigError(f"{name} has {unknown[0]!r}: choose from {', '.join(get_args(LogMode))}.")

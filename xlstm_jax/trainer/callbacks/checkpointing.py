@@ -14,7 +14,7 @@ from xlstm_jax.checkpoint.retention import Retention
 from xlstm_jax.checkpoint.soundness import is_sound
 from xlstm_jax.checkpoint.store import CheckpointStore
 from xlstm_jax.checkpoint.timer import CheckpointTimer
-from xlstm_jax.configs import ConfigError, refuse_ignored
+from xlstm_jax.configs import ConfigError, check_numbers, refuse_ignored
 from xlstm_jax.trainer.callbacks import saved_run
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
@@ -53,6 +53,7 @@ class ModelCheckpointConfig(CallbackConfig):
 
     def __post_init__(self):
         self._check_runs_in_all_processes()
+        check_numbers(self, ModelCheckpointConfig)
         if self.mode not in ("min", "max"):
             raise ConfigError(f"mode is {self.mode!r}: choose min or max.")
         for name in ("max_to_keep", "keep_every", "every_n_minutes"):

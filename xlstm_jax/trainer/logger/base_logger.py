@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from xlstm_jax.common_types import HostMetrics, Metrics
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import ConfigDict, ConfigError, check_numbers
 from xlstm_jax.trainer.logger.cmd_logging import LEVELS, setup_logging_multiprocess
 from xlstm_jax.trainer.metrics import get_metrics
 
@@ -43,6 +43,7 @@ class LoggerConfig(ConfigDict):
     """Messages below this level are in the file only, not on stdout."""
 
     def __post_init__(self):
+        check_numbers(self, LoggerConfig)
         if self.print_level not in LEVELS:
             raise ConfigError(f"print_level is {self.print_level!r}: choose from {', '.join(LEVELS)}.")
         if self.log_every_n_steps < 1:

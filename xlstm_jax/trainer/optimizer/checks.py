@@ -15,30 +15,42 @@ def check_name(name: str, *, kind: str, known: Collection[str]) -> None:
     """Raise if a name is unknown, with the nearest one that is known."""
     if name in known:
         return
-    nearest = difflib.get_close_matches(name, known, n=1)
+    nearest = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ConfigError(f"Unknown {kind} {name!r}.{hint} Known names: {', '.join(known)}.")
 
 
 def check_not_negative(**values: float | int | None) -> None:
-    """Raise if a value is negative, infinite or NaN; `None` passes."""
+    """Raise if a value is no number, negative, infinite or NaN; `None` passes."""
     for name, value in values.items():
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"{name} is {value}, but must be a finite number of at least 0.")
+        if value is not None and not (_is_number(value) and 0 <= value < math.inf):
+            raise ConfigError(f"{name} is {value!r}, but must be a finite number of at least 0.")
 
 
 def check_positive(**values: float | int | None) -> None:
     """Raise if a value is not a positive finite number; `None` passes."""
     for name, value in values.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} is {value}, but must be positive and finite. Use None to switch it off.")
+        if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            raise ConfigError(f"{name} is {value!r}, but must be positive and finite. Use None to switch it off.")
 
 
 def check_decay_rates(**values: float | int | None) -> None:
     """Raise if the decay rate of an average is outside [0, 1); `None` passes."""
     for name, value in values.items():
-        if value is not None and not 0 <= value < 1:
-            raise ConfigError(f"{name} is {value}, but the decay rate of an average must be in [0, 1).")
+        if value is not None and not (_is_number(value) and 0 <= value < 1):
+            raise ConfigError(f"{name} is {value!r}, but the decay rate of an average must be in [0, 1).")
+
+
+def check_whole(**values: float | int | None) -> None:
+    """Raise if a number has a fraction; `None` passes."""
+    for name, value in values.items():
+        if value is not None and value != int(value):
+            raise ConfigError(f"{name} is {value!r}, but must be a whole number.")
+
+
+def _is_number(value: object) -> bool:
+    """Tell numbers and arrays of one number from text and all else."""
+    return not isinstance(value, str | bool) and hasattr(value, "__float__")
 
 
 def warn_of_ignored(config: ConfigDict) -> None:
@@ -55,5 +67,5 @@ def check_patterns(**values: Iterable[str] | None) -> None:
         for pattern in patterns or ():
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, TypeError) as error:
                 raise ConfigError(f"{name} holds {pattern!r}, which is no regular expression: {error}.") from error

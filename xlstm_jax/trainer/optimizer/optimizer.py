@@ -146,6 +146,8 @@ def build_optimizer(optimizer_config: OptimizerConfig) -> tuple[optax.GradientTr
     Returns:
         The optimizer, with a state that starts with one entry for each kind of clipping, and the schedule.
     """
+    if not isinstance(optimizer_config, ConfigDict):
+        raise ValueError(f"optimizer_config is {optimizer_config!r}, but must be an OptimizerConfig.")
     warn_of_ignored(optimizer_config)
     schedule = build_lr_scheduler(optimizer_config.scheduler)
     before, after = build_gradient_transformations(optimizer_config)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from xlstm_jax.configs import ConfigDict, ConfigError
-from xlstm_jax.trainer.optimizer.checks import check_name, check_not_negative, warn_of_ignored
+from xlstm_jax.trainer.optimizer.checks import check_name, check_not_negative, check_whole, warn_of_ignored
 
 DECAYING = ("linear", "cosine_decay", "exponential_decay")
 """Names whose main part leads from `lr` to `end_lr`."""
@@ -43,6 +43,8 @@ class SchedulerConfig(ConfigDict):
 
     def __post_init__(self):
         check_name(self.name, kind="scheduler", known=(*LEVEL[:1], *DECAYING, *LEVEL[1:]))
+        if self.lr is None:
+            raise ConfigError("lr is None: give the learning rate, such as 1e-3.")
         check_not_negative(
             lr=self.lr,
             decay_steps=self.decay_steps,
@@ -52,6 +54,7 @@ class SchedulerConfig(ConfigDict):
             warmup_steps=self.warmup_steps,
             cooldown_lr=self.cooldown_lr,
         )
+        check_whole(decay_steps=self.decay_steps, cooldown_steps=self.cooldown_steps, warmup_steps=self.warmup_steps)
         _check_ends_agree(self)
         _check_lengths(self)
         _check_main_part(self)
