@@ -199,6 +199,17 @@ def test_sizes_that_are_none_are_refused(source, output, name, value):
         prepare_here(source, output, **{name: value})
 
 
+@pytest.mark.parametrize("split", ["", "../elsewhere", "a/b", ".."])
+def test_a_split_that_is_no_name_of_a_folder_is_refused(source, output, split):
+    with pytest.raises(ValueError, match=r"split is .*, but must be a name"):
+        prepare(source, output, num_workers=0, split=split)
+
+
+def test_no_sources_are_refused(output):
+    with pytest.raises(ValueError, match="sources is empty"):
+        prepare([], output, num_workers=0)
+
+
 def test_a_negative_number_of_workers_is_refused(source, output):
     with pytest.raises(ValueError, match="num_workers is -1, but must be 0 or more"):
         prepare_here(source, output, num_workers=-1)

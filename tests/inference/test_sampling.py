@@ -56,9 +56,10 @@ def test_rows_are_limited_by_themselves(key):
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"temperature": math.nan}, "temperature is nan.*at least 0"),
+        ({"top_k": 1.5}, r"top_k is 1\.5, but must be a whole number"),
         ({"temperature": -1.0}, "temperature is -1.0"),
     ],
 )
-def test_a_limit_that_leaves_nothing_or_makes_no_sense_is_refused(key, options, message):
+def test_a_limit_that_leaves_nothing_or_makes_no_sense_is_refused(key, options, message, unchecked_shapes):
     with pytest.raises(ValueError, match=message):
         filtered_sampling(LOGITS, key, **options)

@@ -222,11 +222,20 @@ def test_no_metrics_give_no_results():
         ({"value": 1.0, "log_modes": ["mean", "median"]}, "'loss' has the log mode 'median': .*mean_nopostfix, single"),
         ({"count": 1}, "'loss' has the keys .*value is needed"),
         ({"value": 1.0, "log_mode": ["max"]}, "'loss' has the keys .*log_mode"),
+        ("low", "'loss' is 'low', but must be a number"),
+        ({"value": None}, "'loss' is None, but must be a number"),
     ],
 )
 def test_a_metric_that_cannot_be_read_is_an_error_that_names_it(element, message):
     with pytest.raises(ValueError, match=message):
         update_metrics(None, {"loss": element})
+
+
+@pytest.mark.parametrize("metrics", [None, [1.0]])
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_what_update_metrics_has_not_returned_is_refused(metrics):
+    with pytest.raises(ValueError, match=r"global_metrics is .*, but must be what update_metrics has returned"):
+        get_metrics(metrics)
 
 
 def test_an_unknown_default_log_mode_is_an_error():

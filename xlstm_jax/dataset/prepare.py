@@ -112,6 +112,8 @@ def prepare(
         ValueError: There is something wrong with a document or an option, or the folder was prepared otherwise.
     """
     paths = [os.fspath(path) for path in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
+    if not paths:
+        raise ConfigError("sources is empty: name at least one file, folder or pattern.")
     if not os.fspath(output):
         raise ConfigError("output is empty: name a folder.")
     output = Path(output)

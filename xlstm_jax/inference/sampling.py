@@ -39,8 +39,8 @@ def filtered_sampling(
     Returns:
         A token for each row.
     """
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}, but must be at least 1.")
+    if top_k is not None and (top_k < 1 or top_k != int(top_k)):
+        raise ValueError(f"top_k is {top_k}, but must be a whole number of at least 1.")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}, but must be above 0 and at most 1.")
     if temperature > 0 and (top_k is not None or top_p is not None):

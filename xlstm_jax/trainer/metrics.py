@@ -109,6 +109,8 @@ def get_metrics(
         The metrics to go on with, and the numbers under `<name>_<mode>`, or under `<name>` for `mean_nopostfix`. What
         is not a dictionary of modes passes through.
     """
+    if not isinstance(global_metrics, Mapping):
+        raise ValueError(f"global_metrics is {global_metrics!r}, but must be what update_metrics has returned.")
     host_metrics = {}
     for name, modes in jax.device_get(unfreeze(global_metrics)).items():
         if not isinstance(modes, Mapping):
@@ -165,6 +167,8 @@ def _parse_step_element(
             f"Metric {name!r} has the log mode {unknown[0]!r}: choose from {', '.join(get_args(LogMode))}."
         )
     value, count = parts["value"], parts.get("count", 1)
+    if value is None or isinstance(value, str):
+        raise ValueError(f"Metric {name!r} is {value!r}, but must be a number or an array.")
     if _is_on_host(value) and not isinstance(count, jax.Array):
         return np.asarray(value), np.asarray(count), log_modes
     return _to_array(value), _to_count(count), log_modes

@@ -228,7 +228,7 @@ def get_param_mask_fn(
         A function from a tree of parameters to a tree of booleans: `True` for those that `include` takes in and
         `exclude` does not leave out.
     """
-    excluded, included = _compiled(exclude), _compiled(include)
+    excluded, included = _compiled("exclude", exclude), _compiled("include", include)
 
     def is_in(path: jax.tree_util.KeyPath, _: Any) -> bool:
         name = pytree_key_path_to_str(path)
@@ -242,9 +242,9 @@ def _is_found(patterns: Sequence[re.Pattern], name: str) -> bool:
     return any(pattern.search(name) for pattern in patterns)
 
 
-def _compiled(patterns: Sequence[str | re.Pattern] | None) -> list[re.Pattern]:
+def _compiled(name: str, patterns: Sequence[str | re.Pattern] | None) -> list[re.Pattern]:
     if isinstance(patterns, str | re.Pattern):
-        raise ValueError(f"A list of patterns is needed, got {patterns!r}: write [{patterns!r}].")
+        raise ValueError(f"{name} is {patterns!r}, but must be a list of patterns: write [{patterns!r}].")
     return [_compile(pattern) for pattern in patterns or ()]
 
 

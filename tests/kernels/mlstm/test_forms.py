@@ -320,6 +320,9 @@ def call(**changes):
         ({"resets": jnp.zeros((5, 2), bool)}, r"resets has shape \(5, 2\).* need \(2, 5\)"),
         ({"igate": jnp.zeros((2, 5, 1))}, r"igate has shape \(2, 5, 1\)"),
         ({"state": empty_state(2, 3, 4, 5)}, r"state.memory has shape \(2, 3, 4, 5\).* need \(2, 3, 4, 6\)"),
+        ({"input_gate": "tanh"}, "input_gate is 'tanh', but must be exp or sigmoid"),
+        ({"eps": float("nan")}, "eps is nan, but must be a number of at least 0"),
+        ({"eps": -1.0}, r"eps is -1\.0"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -481,14 +481,17 @@ def test_a_loss_function_with_a_wrong_result_is_explained(result, message):
         ({"val_loader": {"a": []}, "num_epochs": 1}, "'a' for validation is empty"),
         ({}, "give exactly one of them"),
         ({"num_epochs": 1, "num_train_steps": 1}, "give exactly one of them"),
-        ({"num_epochs": 0}, "would take 0 steps"),
+        ({"num_epochs": 0}, "num_epochs is 0, but must be a whole number of at least 1"),
+        ({"num_train_steps": 1.5}, r"num_train_steps is 1\.5, but must be a whole number"),
+        ({"num_train_steps": "3"}, "num_train_steps is '3', but must be a whole number"),
+        ({"train_loader": None, "num_train_steps": 1}, "train_loader is None"),
         ({"train_loader": [], "num_train_steps": 1}, "The train loader is empty"),
         ({"train_loader": iter([]), "num_train_steps": 1}, "gave no batch in a whole epoch"),
         ({"train_loader": iter([]), "num_epochs": 1}, "pass steps_per_epoch"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_data_that_a_run_cannot_use_are_named(arguments, message):
+def test_data_that_a_run_cannot_use_are_named(arguments, message, unchecked_shapes):
     trainer = make_regression()
     with pytest.raises(ValueError, match=message):
         trainer.train_model(**{"train_loader": REGRESSION_BATCHES, **arguments})

@@ -13,6 +13,7 @@ from xlstm_jax.dataset.batch import Batch, LLMBatch, LLMIndexedBatch
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
+from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 from xlstm_jax.trainer.llm.sampling import greedy_sampling
 from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.metrics import get_metrics
@@ -59,6 +60,16 @@ def test_a_prefix_of_one_axis_has_a_row_for_each_token():
     expected, _ = generate(trainer.state, jax.random.key(0), np.array([[1], [2], [3]]))
     assert rows.shape == (3, 6)
     np.testing.assert_array_equal(rows, expected)
+
+
+def test_sequences_without_tokens_are_refused_before_anything_is_generated():
+    with pytest.raises(ValueError, match="max_length is 0, but must be at least 1"):
+        build("mlstm", ()).get_generate_fn(max_length=0)
+
+
+def test_the_class_of_a_callback_in_the_place_of_its_config_is_refused(unchecked_shapes):
+    with pytest.raises(ConfigError, match=r"callbacks has the class ModelCheckpointConfig: give a config"):
+        make_trainer(callbacks=[ModelCheckpointConfig])
 
 
 @pytest.mark.parametrize(

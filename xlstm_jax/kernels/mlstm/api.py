@@ -73,6 +73,7 @@ def mlstm(
         The hidden states, and the last state if asked for.
     """
     _check(q, k, v, igate, fgate, state, resets, chunk_size)
+    _check_eps(eps)
     dtype = state_dtype(v.dtype)
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
@@ -108,6 +109,7 @@ def mlstm_step(
     all other backends step in plain JAX.
     """
     _check_step(q, k, v, igate, fgate, state)
+    _check_eps(eps)
     state = _in_constant_units(state)
     dtype = state.memory.dtype
     log_input = log_input_gate(igate.astype(dtype), input_gate)
@@ -271,6 +273,11 @@ def _check_step(q, k, v, igate, fgate, state):
             wanted = "[batch, heads, head_dim]; mlstm takes whole sequences"
             raise ValueError(f"{name} has shape {x.shape}, but must be {wanted}.")
     _check_shapes(q, k, v, igate, fgate, state, {})
+
+
+def _check_eps(eps):
+    if not eps >= 0:  # NaN too
+        raise ValueError(f"eps is {eps}, but must be a number of at least 0.")
 
 
 def _check_shapes(q, k, v, igate, fgate, state, more):

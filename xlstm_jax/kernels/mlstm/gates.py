@@ -4,7 +4,7 @@ The stabiliser obeys `m[t] = max(m[t-1] + log_forget[t], log_input[t])`, which n
 known, every other form is matrix products with factors that are at most one.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ InputGate = Literal["exp", "sigmoid"]
 
 def log_input_gate(igate: Float[Array, "..."], input_gate: InputGate) -> Float[Array, "..."]:
     """Return the logarithm of the input gate of a pre-activation."""
+    if input_gate not in get_args(InputGate):
+        raise ValueError(f"input_gate is {input_gate!r}, but must be {' or '.join(get_args(InputGate))}.")
     return igate if input_gate == "exp" else jax.nn.log_sigmoid(igate)
 
 

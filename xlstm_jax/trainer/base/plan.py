@@ -1,6 +1,7 @@
 """How long a run trains: from epochs or steps to steps."""
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,11 @@ def plan_run(
         raise ValueError(
             f"num_epochs is {num_epochs} and num_train_steps is {num_train_steps}: give exactly one of them."
         )
+    if train_loader is None:
+        raise ValueError("train_loader is None: give the batches to train on.")
+    for name, value in {"num_epochs": num_epochs, "num_train_steps": num_train_steps}.items():
+        if value is not None and (not isinstance(value, numbers.Real) or value < 1 or value != int(value)):
+            raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1.")
     if steps_per_epoch is None:
         steps_per_epoch = _length(train_loader)
     if steps_per_epoch is not None and steps_per_epoch < 1:
@@ -61,8 +67,6 @@ def plan_run(
                 "of num_epochs."
             )
         num_train_steps = steps_per_epoch * (num_epochs or 0)
-    if num_train_steps < 1:
-        raise ValueError(f"The run would take {num_train_steps} steps: it has to be 1 or more.")
     return Plan(num_train_steps, steps_per_epoch, num_epochs)
 
 

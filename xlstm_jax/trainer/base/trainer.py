@@ -220,6 +220,8 @@ class TrainerModule(Validation):
         """Make the callbacks."""
         self.callbacks: list[Callback] = []
         for config in callback_configs:
+            if isinstance(config, type):
+                raise ConfigError(f"callbacks has the class {config.__name__}: give a config, {config.__name__}(...).")
             self.callbacks.append(config.create(trainer=self, data_module=None))
         check_folders(self.callbacks)
         config = self.trainer_config

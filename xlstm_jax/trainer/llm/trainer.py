@@ -109,6 +109,8 @@ class LLMTrainer(TrainerModule):
             `[rows, length]`, or `[rows]` for one token each; tokens `[rows, max_length]`, zeros where they are not
             valid.
         """
+        if max_length < 1:
+            raise ValueError(f"max_length is {max_length}, but must be at least 1.")
         data_axes = (self.data_axis_name, self.fsdp_axis_name)
         rows, per_device = P(data_axes), P(self.axis_names)
         num_parts = math.prod(self.mesh.shape[axis] for axis in data_axes)
