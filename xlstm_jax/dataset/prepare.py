@@ -132,8 +132,8 @@ def prepare(
     shard_bytes = None if shard_megabytes is None else _count_bytes("shard_megabytes", shard_megabytes)
     train_bytes = _count_bytes("train_megabytes", train_megabytes)
     _check_apart(splits, output)
-    if any(part.name == _TOKENIZER_FOLDER for part in splits):
-        raise ConfigError(f"split is {_TOKENIZER_FOLDER!r}, but that folder is for a tokenizer: choose another name.")
+    if any(part.name == TOKENIZER_FOLDER for part in splits):
+        raise ConfigError(f"split is {TOKENIZER_FOLDER!r}, but that folder is for a tokenizer: choose another name.")
     with _locked(output):
         if train_vocab_size is not None:
             tokenizer_path = output / TOKENIZER_FOLDER

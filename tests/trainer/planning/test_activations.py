@@ -61,5 +61,5 @@ def test_every_device_keeps_the_activations_of_its_rows():
 def test_in_float32_the_compiled_step_needs_what_was_traced_and_what_a_block_works_with(shape, remat, factor):
     deep = dataclasses.replace(shape, embedding_dim=64, num_blocks=16, ffn_dim=128)
     setup = make_setup(shape=deep, remat=remat, rows=16, length=64)
-    traced = make_plan(setup, "h100", compiles=False).traced_temporaries
+    traced = make_plan(setup, "cpu", compiles=False).traced_temporaries
     assert 1 < compile_here(setup).temporaries / traced < factor
