@@ -213,6 +213,15 @@ def test_corrupt_metrics_make_no_checkpoint_the_best(store, caplog):
     assert "checkpoint_2 cannot be the best checkpoint, as metrics/metrics does not have the bytes" in caplog.text
 
 
+@pytest.mark.parametrize("damaged", [CHECKSUMS_FILE, "metadata/metadata"])
+def test_a_newest_checkpoint_without_valid_metadata_keeps_nobody_from_finding_the_best(store, damaged):
+    store.retention = Retention(monitor="loss")
+    save(store, 3, 4)
+    store.close()
+    (store.path(4) / damaged).write_text("{")
+    assert CheckpointStore(store.folder, read_only=True).best() == 2
+
+
 def test_metrics_that_are_no_json_keep_nobody_from_the_other_checkpoints(store):
     (store.path(2) / "metrics" / "metrics").write_bytes(b'{"loss": 3.0, \xff')
     again = CheckpointStore(store.folder, retention=Retention(max_to_keep=2))

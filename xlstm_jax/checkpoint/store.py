@@ -107,12 +107,13 @@ class CheckpointStore:
     def best(self) -> int | None:
         """Return the step of the best checkpoint; `None` if none has the monitored metric.
 
-        Without a metric of its own, a store goes by what the run that wrote the last checkpoint monitored. Where that
-        is nothing, the last one is the best.
+        Without a metric of its own, a store goes by what the run monitored, as the last checkpoint with valid metadata
+        says. Where that is nothing, the last one is the best.
         """
         retention, latest = self.retention, self.latest()
         if retention.monitor is None and latest is not None:
-            metadata = self.read_metadata(latest)
+            found = (self._peek(step, "metadata") for step in reversed(self._metrics))
+            metadata = next(filter(None, found), {})
             retention = Retention(monitor=metadata.get("monitor"), mode=metadata.get("mode", "min"))
         return latest if retention.monitor is None else retention.best(self._metrics)
 
