@@ -4,6 +4,7 @@
 #   make test     install the test tools, run the tests       TESTS="tests/cli -k version" runs some
 #   make lint     formatting, lint, types, layers
 #   make docs     the documentation site, into site/
+#   make drills   kill runs, damage files, call everything wrongly       DRILLS="kills --count 20" runs some
 #   make bench    the benchmarks
 #   make parity   compare with the public implementations, in .venv-parity
 #   make clean    remove whatever the above made
@@ -14,6 +15,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?=
+DRILLS ?=
 WORKERS ?= logical
 
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test-env parity-env demo test lint docs bench parity clean
+.PHONY: help install test-env parity-env demo test lint docs drills bench parity clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -45,6 +47,9 @@ lint: test-env
 
 docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+drills: test-env
+	@PYTHONPATH=tests $(BIN)/python -m drills $(DRILLS)
 
 bench: install
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
