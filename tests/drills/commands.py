@@ -11,8 +11,8 @@ from drills.bad_commands import BAD_COMMANDS, FILES
 from drills.damage import run_command
 from drills.outcomes import Result, judge_output, run_case
 
-USAGE = re.compile(r"^(usage: |\s)")
-"""Lines that argparse writes before what is wrong."""
+REST_OF_USAGE = re.compile(r"^\s")
+"""Lines of a usage after its first, which argparse writes before what is wrong."""
 
 
 def drill(folder: Path, *, count: int, seed: int = 0) -> list[Result]:
@@ -38,7 +38,7 @@ def _without_training() -> Iterator[None]:
 
 def _judge(words: Sequence[str], code: int, part: str) -> Result:
     found, output = run_command(*words)
-    lines = [line for line in output.splitlines() if not USAGE.match(line)]
+    lines = [line for line in output.splitlines() if not REST_OF_USAGE.match(line)]
     return judge_output(_name(words), found, "\n".join(lines), {code}, re.escape(part))
 
 
