@@ -19,7 +19,7 @@ from xlstm_jax.trainer.llm.sampling import generate_tokens
 VOCAB, ROWS, PREFIX, LENGTH = 16, 8, 5, 12
 
 
-def xlstm(kinds):
+def xlstm(kinds, **fields):
     return XLSTM(
         XLSTMConfig(
             vocab_size=VOCAB,
@@ -28,14 +28,14 @@ def xlstm(kinds):
             num_blocks=2,
             block_kinds=kinds,
             chunk_size=4,
-            input_gate_bias_init=-1.0,
             parallel=PARALLEL,
+            **fields,
         )
     )
 
 
 MODELS = {
-    "mlstm": xlstm("mlstm"),
+    "mlstm": xlstm("mlstm", input_gate_bias_init=-1.0),
     "paper": xlstm("xLSTM[1:1]"),
     "llama": LlamaTransformer(
         LlamaConfig(
@@ -221,5 +221,5 @@ def test_samples_have_the_probabilities_of_the_logits(key):
     sharper = np.bincount(temperature_sampling(many, key, 0.5), minlength=3) / 20000
     np.testing.assert_allclose(sharper, np.array([0.01, 0.04, 0.49]) / 0.54, atol=0.02)
     np.testing.assert_array_equal(temperature_sampling(many, key, 0.0), 2)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="temperature is -1.0, but must be"):
         temperature_sampling(many, key, -1.0)
