@@ -11,6 +11,7 @@ from meshes import EXACT, make_mesh
 from models import runs
 from models.runs import MODEL_MESHES, PARALLEL, init, shaken, train_on, train_without_mesh, with_config
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.shared.layout import from_canonical, to_canonical
 from xlstm_jax.models.shared.stack import Context
@@ -143,3 +144,21 @@ def test_heads_on_different_devices_do_not_drop_the_same_units(key):
     run = jax.shard_map(dropped, mesh=make_mesh(tp=2), in_specs=P(), out_specs=heads, check_vma=False)
     first, second = np.moveaxis(np.asarray(jax.jit(run)(x)), 2, 0)
     assert 0.4 < np.mean(first == second) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "problem"),
+    [
+        ("xlstm", {"num_heads": 2}, "num_heads is 2, which 4 devices cannot share evenly: set parallel.model_axis_"),
+        ("llama", {"num_kv_heads": 2}, "num_kv_heads is 2, which 4 devices cannot share evenly"),
+        ("xlstm", {"ffn_dim": 66}, r"The parameter ffn\.gate\.kernel of shape \(32, 66\) cannot be split over 4 devic"),
+    ],
+    ids=["heads", "heads of keys and values", "features"],
+)
+def test_sizes_that_devices_cannot_share_are_refused_by_their_names(name, fields, problem, key):
+    model = with_config(MODELS[name], **fields)
+    draw = jax.shard_map(
+        functools.partial(init, model), mesh=make_mesh(tp=4), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    with pytest.raises(ConfigError, match=problem):
+        jax.eval_shape(draw, key)

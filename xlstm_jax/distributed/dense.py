@@ -13,6 +13,7 @@ from flax import linen as nn
 from jax import lax
 from jax.typing import DTypeLike
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.distributed.array_utils import axis_size, mean_gradient_over, slice_computed_whole
 from xlstm_jax.kernels.float8 import float8_products
 from xlstm_jax.kernels.keep import OPERAND, keep
@@ -41,8 +42,9 @@ class SplitModule(nn.Module):
         """
         size = axis_size(axis_name) if axis is not None else 1
         if axis is not None and shape[axis] % size:
-            raise ValueError(
-                f"Parameter {name!r} of shape {shape} cannot be split over {size} devices along axis {axis}."
+            raise ConfigError(
+                f"The parameter {'.'.join((*self.path, name))} of shape {shape} cannot be split over {size} devices "
+                f"along axis {axis}: make {shape[axis]} a multiple of {size}, or parallel.model_axis_size its divisor."
             )
 
         def init_own(key: jax.Array) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.distributed.array_utils import axis_size
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 
 MODULE_NAMES = ("Embed", "Block", "LMHead")
@@ -56,6 +57,22 @@ def check_parallel(parallel: ParallelConfig) -> None:
             f"pipeline_axis_size is {parallel.pipeline_axis_size}, but must be 1: models have no pipeline stages yet, "
             "so all devices of that axis would compute the same. Use the data, fsdp or model (tensor) axis."
         )
+
+
+def check_heads(parallel: ParallelConfig, **counts: int) -> None:
+    """Raise unless the devices of the model axis can share all heads evenly.
+
+    Args:
+        parallel: Names the axis.
+        **counts: The numbers of heads by the names of their settings.
+    """
+    num_devices = axis_size(parallel.model_axis_name)
+    for name, count in counts.items():
+        if count % num_devices:
+            raise ConfigError(
+                f"{name} is {count}, which {num_devices} devices cannot share evenly: set parallel.model_axis_size to "
+                f"a divisor of {count}, or {name} to a multiple of {num_devices}."
+            )
 
 
 def check_tokens(tokens: jax.Array | np.ndarray, **same_shape: jax.Array | np.ndarray | None) -> None:

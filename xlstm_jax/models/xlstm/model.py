@@ -7,7 +7,7 @@ import jax
 from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.models.shared.checks import check_state, check_tokens
+from xlstm_jax.models.shared.checks import check_heads, check_state, check_tokens
 from xlstm_jax.models.shared.stack import BlockStack, Context, init_states
 from xlstm_jax.models.shared.vocabulary import create_embedding, create_lm_head
 from xlstm_jax.models.xlstm.block import create_block, create_norm, init_block_state
@@ -57,6 +57,7 @@ class XLSTM(nn.Module):
             the state.
         """
         config = self.config
+        check_heads(config.parallel, num_heads=config.num_heads)
         check_tokens(tokens, pos_idx=pos_idx, document_borders=document_borders, targets=targets)
         if last_only and targets is not None:
             raise ValueError("Losses are those of all positions: leave out targets, or last_only.")
