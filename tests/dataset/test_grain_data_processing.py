@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import make_mesh
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset import HFHubDataConfig
 from xlstm_jax.dataset.grain_data_processing import (
     PaddedDataset,
@@ -309,6 +310,14 @@ def test_a_data_set_that_was_saved_is_read_from_its_folder(datasets, tmp_path):
     for split in ("test", None):
         with pytest.raises(ValueError, match=rf"split is {split!r}, but must be one of .*both: train, validation"):
             load_huggingface_dataset(hf_config(tmp_path / "both", split=split))
+
+
+def test_a_saved_data_set_without_splits_is_no_validation_set(datasets, tmp_path):
+    datasets.Dataset.from_dict({"text": ["abc"]}).save_to_disk(str(tmp_path / "one"))
+    with pytest.raises(ConfigError, match=r"split is 'validation', but .*one holds one data set without splits"):
+        load_huggingface_dataset(hf_config(tmp_path / "one", split="validation"))
+    datasets.Dataset.from_dict({"text": ["d"]}, split="validation").save_to_disk(str(tmp_path / "named"))
+    assert load_huggingface_dataset(hf_config(tmp_path / "named", split="validation"))["text"][:] == ["d"]
 
 
 def test_a_data_set_is_loaded_from_files_with_all_options(datasets, tmp_path, monkeypatch):

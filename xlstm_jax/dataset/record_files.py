@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import grain
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.configs import HFHubDataConfig
 from xlstm_jax.dataset.text_documents import is_saved_dataset
 from xlstm_jax.dataset.token_shards import find_shards, shard_number
@@ -45,8 +46,13 @@ def load_huggingface_dataset(config: HFHubDataConfig) -> "datasets.Dataset":
     path = str(config.hf_path)
     if is_saved_dataset(path):
         loaded = datasets.load_from_disk(path)
-        if isinstance(loaded, datasets.DatasetDict) and config.split in loaded:
-            loaded = loaded[config.split]
+        if isinstance(loaded, datasets.DatasetDict):
+            loaded = loaded.get(config.split, loaded)
+        elif config.split not in (None, "train", loaded.split):
+            raise ConfigError(
+                f"split is {config.split!r}, but {path} holds one data set without splits, so training and validation "
+                "would read the same: save a DatasetDict, or give the path of another data set with split='train'."
+            )
     else:
         loaded = datasets.load_dataset(
             path,
