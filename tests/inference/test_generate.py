@@ -221,5 +221,5 @@ def test_samples_have_the_probabilities_of_the_logits(key):
     sharper = np.bincount(temperature_sampling(many, key, 0.5), minlength=3) / 20000
     np.testing.assert_allclose(sharper, np.array([0.01, 0.04, 0.49]) / 0.54, atol=0.02)
     np.testing.assert_array_equal(temperature_sampling(many, key, 0.0), 2)
-    with pytest.raises(ValueError, match="temperature is -1.0, but must be"):
+    with pytest.raises(ValueError, match=r"temperature is -1\.0, but must be"):
         temperature_sampling(many, key, -1.0)

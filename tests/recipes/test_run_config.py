@@ -79,6 +79,11 @@ def test_settings_with_a_scaled_warm_up_can_be_changed_first_of_all():
     assert resolved(change(settings, ["num_train_steps=15"]))["scheduler"]["warmup_steps"] == 3
 
 
+def test_samples_can_have_a_tokenizer_of_their_own():
+    run = run_of("callbacks=[default,samples]", "callbacks.samples.tokenizer=byte")
+    assert [each.tokenizer for each in run.trainer.callbacks if hasattr(each, "tokenizer")] == ["byte"]
+
+
 def test_fields_that_no_file_mentions_can_be_set():
     assert run_of("model.qk_norm=true").model.model_config.qk_norm
 
