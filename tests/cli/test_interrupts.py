@@ -14,6 +14,7 @@ BUSY = {
     "a library that runs no Python": "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
     "Python": "time.sleep(60)",
     "a callback that drops errors": "swallow(); time.sleep(60)",
+    "a destructor": "Slow(); time.sleep(60)",
 }
 PROGRAM = """
 import hashlib, signal, sys, time
@@ -24,6 +25,10 @@ def swallow():
         time.sleep(60)
     except BaseException:
         print("swallowed", flush=True)
+
+class Slow:
+    def __del__(self):
+        time.sleep(60)
 
 try:
     with exit_on_ctrl_c(lambda: "Stopped by force."):
@@ -51,7 +56,7 @@ def interrupt(busy: str, setup: str = "", num_interrupts: int = 1) -> tuple[int,
         program.kill()
 
 
-@pytest.mark.parametrize("name", ["a library that runs no Python", "a callback that drops errors"])
+@pytest.mark.parametrize("name", ["a library that runs no Python", "a callback that drops errors", "a destructor"])
 def test_ctrl_c_ends_a_command_that_python_cannot_interrupt(name):
     code, errors = interrupt(BUSY[name])
     assert (code, errors) == (130, "Stopped by force.\n")

@@ -6,11 +6,13 @@ of Python's handler writes the number of each signal to a file descriptor at onc
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 GRACE_SECONDS = 2.0
 """How long the main thread has to end by itself."""
@@ -33,13 +35,22 @@ def exit_on_ctrl_c(describe_exit: Callable[[], str] = lambda: "Stopped.") -> Ite
     os.set_blocking(writer, False)
     has_ended = threading.Event()
     previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous_hook = sys.unraisablehook
+    sys.unraisablehook = functools.partial(_report_unless_interrupt, previous_hook)
     threading.Thread(target=_watch, args=(reader, has_ended, describe_exit), name="ctrl-c", daemon=True).start()
     try:
         yield
     finally:
         has_ended.set()
+        sys.unraisablehook = previous_hook
         signal.set_wakeup_fd(previous)
         os.close(writer)  # The thread then reads the end of the pipe, and closes the other side.
+
+
+def _report_unless_interrupt(report: Callable[[Any], Any], unraisable: Any) -> None:
+    """Report an error that Python drops, as in a destructor, unless it is Ctrl-C: then the process ends anyway."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        report(unraisable)
 
 
 def _watch(reader: int, has_ended: threading.Event, describe_exit: Callable[[], str]) -> None:
