@@ -182,7 +182,7 @@ def _cases(items: list[str]) -> Iterator[tuple[str, Damage]]:
         yield from ((item, damage) for damage in (*OF_FILES, remove) if not (is_file and damage is delete_file))
         if not is_file:
             yield from ((item, damage) for damage in (add_file, empty))
-    yield from ((".", damage) for damage in OF_FOLDERS)
+    yield from ((".", damage) for damage in (add_file, empty))  # One that was removed as a whole is not missed.
 
 
 def _newest(folder: Path) -> Path:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from drills.interrupted_command import CommandServer, Trap, send
-from drills.outcomes import PACKAGE, Outcome, Result, show
+from drills.outcomes import PACKAGE, Outcome, Result, error_of_traceback, show
 from etils import epath
 from processes import TESTS
 
@@ -237,7 +237,7 @@ def _judge(case: str, kill: Kill, code: int | None, said: str, newest: int, run:
     if code is None:
         return Result(case, Outcome.HANG, f"no end after {DEADLINE_SECONDS} s: {last[0]}")
     if "Traceback" in said:
-        return Result(case, Outcome.TRACEBACK, last[0])
+        return Result(case, Outcome.TRACEBACK, error_of_traceback(said))
     if problem := _wrong_start(said, newest) or next(run.problems(), None):
         return Result(case, Outcome.WRONG, problem)
     if code == 0:

@@ -100,6 +100,12 @@ def raised_by_the_package(error: BaseException) -> bool:
     return bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
 
 
+def error_of_traceback(output: str) -> str:
+    """Return the line that ends the first traceback of an output: the error."""
+    _, _, rest = output.partition("Traceback")
+    return next((line for line in rest.splitlines()[1:] if line[:1].strip()), "")
+
+
 def judge_output(case: str, code: int, output: str, codes: Iterable[int], pattern: str = "") -> Result:
     """Classify what a command printed about an error.
 
@@ -113,7 +119,7 @@ def judge_output(case: str, code: int, output: str, codes: Iterable[int], patter
     lines = [line for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if "Traceback" in output:
-        return Result(case, Outcome.TRACEBACK, last)
+        return Result(case, Outcome.TRACEBACK, error_of_traceback(output))
     if code not in codes:
         outcome = Outcome.WRONG if code == 0 else Outcome.TRACEBACK
         return Result(case, outcome, f"exit code {code}, not {sorted(codes)}: {last}")

@@ -7,7 +7,7 @@ import pytest
 from drills import bad_calls, bad_shards, bad_sources, commands, damage, kills
 from drills.interrupted_command import CommandServer
 from drills.kills import Kill, KilledRun
-from drills.outcomes import Outcome, Result, faults, judge_output, run_case, table
+from drills.outcomes import Outcome, Result, error_of_traceback, faults, judge_output, run_case, table
 
 COUNTS = {bad_calls: 60, bad_shards: 12, bad_sources: 15, commands: 10, damage: 4}
 KILL = Kill("deletion", "SIGKILL", 20)
@@ -63,6 +63,11 @@ def test_a_case_that_hangs_or_fails_is_a_fault(run, outcome, monkeypatch):
 )
 def test_what_a_command_prints_is_classified(code, output, outcome):
     assert judge_output("a command", code, output, {2}, "width").outcome is outcome
+
+
+def test_the_error_of_a_traceback_is_found():
+    output = 'Traceback (most recent call last):\n  File "a.py", line 1\n    f()\nKeyError: 3\nStopped.'
+    assert error_of_traceback(output) == "KeyError: 3"
 
 
 def test_the_table_counts_cases_and_names_faults():
