@@ -87,8 +87,13 @@ class Interrupts:
         self._received = number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        LOGGER.warning(
-            "Received %s: finishing this step, then saving.%s",
-            signal.Signals(number).name,
-            " Another one ends the run at once." if number == signal.SIGINT else "",
-        )
+        # A stream that the signal interrupts while it is written to refuses a second write: no traceback for that.
+        raises, logging.raiseExceptions = logging.raiseExceptions, False
+        try:
+            LOGGER.warning(
+                "Received %s: finishing this step, then saving.%s",
+                signal.Signals(number).name,
+                " Another one ends the run at once." if number == signal.SIGINT else "",
+            )
+        finally:
+            logging.raiseExceptions = raises
