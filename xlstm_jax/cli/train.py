@@ -248,7 +248,8 @@ def _errors_in_a_line(folder: Path) -> Iterator[None]:
     except (ImportError, OSError, ValueError, CheckpointNotWrittenError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
-        raise RunFailedError(describe_error(error)) from error
+        where = " (HYDRA_FULL_ERROR=1 shows where.)" if type(error) is ValueError else ""
+        raise RunFailedError(describe_error(error) + where) from error
 
 
 def _describe_groups() -> str:
