@@ -139,7 +139,7 @@ def test_an_unknown_name_is_told_the_nearest_before_anything_runs(folder, capsys
 def test_results_that_cannot_be_written_are_an_error_without_a_traceback(folder, capsys):
     folder.touch()
     assert run(folder, "plain") == 1
-    assert "FileExistsError" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"{folder}: File exists.\n"
 
 
 def is_alive(process_id):

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.models.llama.block import TransformerBlock, init_cache
 from xlstm_jax.models.llama.config import LlamaConfig
-from xlstm_jax.models.shared.checks import check_heads, check_state, check_tokens
+from xlstm_jax.models.shared.checks import check_state, check_tokens
 from xlstm_jax.models.shared.norms import RMSNorm
 from xlstm_jax.models.shared.stack import BlockStack, Context, init_states
 from xlstm_jax.models.shared.vocabulary import create_embedding, create_lm_head
@@ -63,7 +63,6 @@ class LlamaTransformer(nn.Module):
             the state.
         """
         config = self.config
-        check_heads(config.parallel, num_heads=config.num_heads, num_kv_heads=config.kv_heads)
         check_tokens(idx, pos_idx=pos_idx, document_borders=document_borders, targets=targets)
         if last_only and targets is not None:
             raise ValueError("Losses are those of all positions: leave out targets, or last_only.")

@@ -59,20 +59,14 @@ def check_parallel(parallel: ParallelConfig) -> None:
         )
 
 
-def check_heads(parallel: ParallelConfig, **counts: int) -> None:
-    """Raise unless the devices of the model axis can share all heads evenly.
-
-    Args:
-        parallel: Names the axis.
-        **counts: The numbers of heads by the names of their settings.
-    """
+def check_heads(num_heads: int, parallel: ParallelConfig) -> None:
+    """Raise unless the devices of the model axis can share all heads evenly."""
     num_devices = axis_size(parallel.model_axis_name)
-    for name, count in counts.items():
-        if count % num_devices:
-            raise ConfigError(
-                f"{name} is {count}, which {num_devices} devices cannot share evenly: set parallel.model_axis_size to "
-                f"a divisor of {count}, or {name} to a multiple of {num_devices}."
-            )
+    if num_heads % num_devices:
+        raise ConfigError(
+            f"num_heads is {num_heads}, which {num_devices} devices cannot share evenly: set parallel.model_axis_size "
+            f"to a divisor of {num_heads}, or num_heads to a multiple of {num_devices}."
+        )
 
 
 def check_tokens(tokens: jax.Array | np.ndarray, **same_shape: jax.Array | np.ndarray | None) -> None:

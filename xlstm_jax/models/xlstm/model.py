@@ -57,7 +57,7 @@ class XLSTM(nn.Module):
             the state.
         """
         config = self.config
-        check_heads(config.parallel, num_heads=config.num_heads)
+        check_heads(config.num_heads, config.parallel)
         check_tokens(tokens, pos_idx=pos_idx, document_borders=document_borders, targets=targets)
         if last_only and targets is not None:
             raise ValueError("Losses are those of all positions: leave out targets, or last_only.")
