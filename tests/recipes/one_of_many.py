@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from xlstm_jax.recipes import compilation_cache
 
 jax.default_backend = lambda: "gpu"  # a cache is for GPUs only
-compilation_cache.MIN_COMPILE_SECONDS = 0.0
 events = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
 
 

@@ -47,7 +47,8 @@ def mode(path: Path) -> int:
 
 
 def start(folder: Path, num_programs: int, **environment: str) -> subprocess.Popen:
-    """Start a process that compiles some programs with a cache below a folder."""
+    """Start a process that compiles some programs with a cache below a folder, which keeps even quick ones."""
+    environment = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **environment}
     inherited = {name: value for name, value in os.environ.items() if "CACHE" not in name}
     return subprocess.Popen(
         [sys.executable, "-W", "error", str(TESTS / "recipes/one_of_many.py"), str(num_programs)],
