@@ -221,7 +221,9 @@ def run_harness(config, world: World):
     world.monkeypatch.setattr(lmeval, "_create_lm", lambda _: "lm")
     world.monkeypatch.setattr(lmeval, "_harness", lambda name: getattr(Recorder(asked), name))
     tokenizer = SimpleNamespace(bos_token_id=1, eos_token_id=2, apply_chat_template=lambda *_, **o: asked.append(o))
-    world.monkeypatch.setattr(lmeval, "load_tokenizer", lambda path, **_: asked.append(path) or tokenizer)
+    encoder = SimpleNamespace(tokenizer=tokenizer)
+    world.monkeypatch.setattr(lmeval, "TextEncoder", lambda path: asked.append(path) or encoder)
+    world.monkeypatch.setattr(lmeval, "Vocabulary", SimpleNamespace(of_tokenizer=lambda _: None))
     for name in ("lmeval_preprocessing_pipeline", "HFTokenizeLogLikelihoodRolling", "make_grain_llm_iterator"):
         world.monkeypatch.setattr(lmeval, name, getattr(Recorder(asked), name))
     world.monkeypatch.setattr(lmeval.LMEvalEvaluation, "create_jitted_functions", lambda _: None)

@@ -10,7 +10,7 @@ import numpy as np
 from meshes import make_mesh
 from settings.cases import Beside, Recorder, World, cases
 
-from xlstm_jax.dataset import create_data_iterator, ordered_pipeline, record_files, source_opening
+from xlstm_jax.dataset import create_data_iterator, ordered_pipeline, record_files, source_opening, vocabulary_lookup
 from xlstm_jax.dataset.configs import (
     FormalTaskDataConfig,
     GrainArrayRecordsDataConfig,
@@ -49,7 +49,7 @@ def read_batches(config, world: World):
 def make_encoder(config, world: World):
     """Return what tokenises documents."""
     del world
-    return vars(source_opening._make_encoder(config))
+    return vars(vocabulary_lookup.encoder_of(config))
 
 
 def name_sets(config, world: World):
@@ -72,9 +72,11 @@ def open_records(config, world: World):
     for name in ("TokenShards", "open_records", "RecordTexts", "EncodedTexts"):
         world.monkeypatch.setattr(source_opening, name, getattr(opened, name))
     world.monkeypatch.setattr(source_opening, "read_manifest", lambda _: None)
-    world.monkeypatch.setattr(source_opening, "TextEncoder", lambda *_: "encoder")
-    source_opening._open_texts(config) if config.tokenize_data else source_opening.TokenShards(config.split)
-    return opened.calls, source_opening._location(config)
+    if config.tokenize_data:
+        source_opening._open_texts(config)
+    else:
+        source_opening.TokenShards(source_opening.shard_folder(config))
+    return opened.calls
 
 
 def read_standard_library(config, world: World):
@@ -177,7 +179,7 @@ def record_loaders(config, world: World):
 def record_run(config, world: World):
     """Record what a run is planned for, starts from and trains."""
     trainer = Recorder(answers={"global_step": 0, "load_model": lambda *_, **__: None})
-    run._load_state(trainer, config, None, -1)
+    run._load_state(trainer, config, None, None, -1)
     lock = run.contextlib.ExitStack()
     run.Run(config, world.folder, trainer, None, None, None, None, lock).train()
     devices = performance.Devices("cpu", "cpu", {"dp": 1}, None)

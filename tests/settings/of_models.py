@@ -86,8 +86,11 @@ MODELS = [
         block_kinds="mlstm_up",
         embedding_dropout=Beside(True, {"dropout_rate": 0.5}),
         norm="layernorm",
+        paper_norm=Beside("rmsnorm", PAPER),
+        post_norm=True,
         qk_dim_factor=1.0,
         v_dim_factor=0.5,
+        qk_norm_scale=Beside(True, {"qk_norm": True}),
         gate_soft_cap=None,
         input_gate="sigmoid",
         input_gate_bias_init=-1.0,
@@ -96,6 +99,7 @@ MODELS = [
         ffn_round_up=16,
         conv_kernel_size=Beside(3, PAPER),
         up_proj_factor=Beside(8.0, PAPER),
+        up_gate_soft_cap=Beside(5.0, PAPER),
         qkv_block_size=Beside(8, PAPER),
         slstm_ffn_factor=Beside(8.0, SLSTM),
         chunk_size=3,
@@ -211,6 +215,7 @@ def train_briefly(config, world: World):
     return evaluated
 
 
+AT_END = {"check_val_at_end": Beside(True, {"check_val_every_n_epoch": -1, "check_val_every_n_steps": 3})}
 TRAINING = [
     *cases(
         LLMTrainerConfig,
@@ -243,7 +248,7 @@ TRAINING = [
         logger=LoggerConfig(log_every_n_steps=7),
         callbacks=[HangWatchdogConfig()],
     ),
-    *cases(TrainerConfig, train_briefly, {}, check_val_every_n_epoch=2, check_val_every_n_steps=1),
+    *cases(TrainerConfig, train_briefly, {}, check_val_every_n_epoch=2, check_val_every_n_steps=1, **AT_END),
     *cases(
         BadStepConfig,
         trace_guarded,
