@@ -174,6 +174,15 @@ def test_a_negative_loss_is_bad_only_where_it_jumps(loss, is_bad):
     assert bool(run(jnp.zeros(1))[0]) == is_bad
 
 
+@pytest.mark.parametrize(("loss", "average"), [(9.0, 2.0), (float("nan"), 2.0), (4.0, 3.0)])
+def test_only_good_steps_count_in_the_averages(loss, average):
+    guard = GuardState(jnp.int32(1), jnp.int32(0), jnp.int32(0), jnp.float32(2.0), jnp.float32(1.0))
+    config = BadStepConfig(loss_spike_factor=3.0, spike_warmup_steps=1)
+    given = {"step": jnp.int32(2), "loss": jnp.float32(loss), "grad_norm": jnp.float32(1.0), "axis_names": ("dp",)}
+    run = jax.vmap(lambda _: judge(guard, config, **given)[1].loss_average, axis_name="dp")
+    assert run(jnp.zeros(1)) == average
+
+
 def test_the_learning_rate_that_is_logged_is_that_of_the_update(tmp_path):
     trainer = make_trainer(path=tmp_path, trainer_class=FragileTrainer)
     train(trainer, 3)
