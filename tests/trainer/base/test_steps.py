@@ -98,6 +98,15 @@ def test_variables_are_the_mean_over_minibatches_and_counters_stay_whole(sizes, 
     assert state.mutable_variables["counters"]["steps"] == 1
 
 
+def test_a_variable_that_is_no_float_is_that_of_the_last_minibatch():
+    def loss(params, apply_fn, batch, rng, train=True):
+        value, (metrics, _) = documented_loss(params, apply_fn, batch, rng, train)
+        return value, (metrics, {"counters": {"largest": jnp.max(16 * batch.inputs).astype(jnp.int32)}})
+
+    state, _ = run_step({}, loss=loss, num_minibatches=4, variables={"counters": {"largest": jnp.int32(0)}})
+    assert state.mutable_variables["counters"]["largest"] == 15
+
+
 def test_variables_that_a_loss_function_does_not_return_stay():
     def loss(params, apply_fn, batch, rng, train=True):
         value, (metrics, _) = documented_loss(params, apply_fn, batch, rng, train)
