@@ -20,6 +20,8 @@ PROGRAM = """
 import hashlib, signal, sys, time
 from xlstm_jax.cli.interrupts import exit_on_ctrl_c
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # It may be ignored where tests run in the background.
+
 def swallow():
     try:
         time.sleep(60)
