@@ -89,6 +89,14 @@ def test_a_skipped_step_changes_no_parameter_and_the_run_goes_on(sizes, tmp_path
     assert list(losses(tmp_path, "bad_steps").values()) == [0, 1, 1, 1, 2, 2]
 
 
+def test_the_step_after_a_skipped_one_draws_other_random_numbers():
+    trainer = make_trainer(trainer_class=FragileTrainer, bad_steps=BadStepConfig(policy="skip"), logger=None)
+    keys = []
+    trainer.on_training_step = lambda *arguments: keys.append(jax.random.key_data(trainer.state.rng).tobytes())
+    train(trainer, 2, num_steps=3)
+    assert len(set(keys)) == 3
+
+
 @pytest.mark.parametrize(("share", "status"), [(0.3, "skipped"), (0.4, "success")])
 def test_a_run_that_skips_too_large_a_share_of_its_steps_is_no_success(share, status, tmp_path):
     skip = BadStepConfig(policy="skip", max_skipped_share=share)
