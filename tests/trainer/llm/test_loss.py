@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from meshes import AXES, make_mesh, unboxed_tree
 from tolerances import assert_close
 from trainer.runs import LENGTH, PARALLEL, ROWS, VOCAB_SIZE, draw_batch
@@ -51,6 +52,29 @@ def test_a_model_without_targets_has_the_same_loss_from_its_logits(key):
     with_statistics, (all_metrics, _) = loss(params, whole.apply, batch, key, log_logit_stats=True)
     np.testing.assert_allclose(with_statistics, expected, rtol=1e-6)
     assert all_metrics.keys() - metrics.keys() == {"logits_norm", "logits_std", "logits_max"}
+
+
+class RandomLogits(nn.Module):
+    """A model whose logits are drawn as dropout is."""
+
+    @nn.compact
+    def __call__(self, tokens, pos_idx=None, document_borders=None, train=False):
+        return jax.random.normal(self.make_rng("dropout"), (*tokens.shape, 16))
+
+
+def test_devices_with_different_rows_draw_different_random_numbers_and_those_with_the_same_rows_the_same(key):
+    batch = LLMBatch.from_inputs(*jnp.zeros((2, 1, 8), jnp.int32))
+    loss = functools.partial(next_token_loss, apply_fn=RandomLogits().apply, axis_names=AXES, train=True)
+    run = jax.shard_map(
+        lambda key: loss({}, batch=batch, rng=key)[0][None],
+        mesh=make_mesh(dp=2, fsdp=2, tp=2),
+        in_specs=P(),
+        out_specs=P(AXES),
+        check_vma=False,
+    )
+    by_row = np.asarray(run(key)).reshape(4, 2)
+    np.testing.assert_array_equal(by_row[:, 0], by_row[:, 1])
+    assert len(set(by_row[:, 0].tolist())) == 4
 
 
 class HeadOverTP(nn.Module):
