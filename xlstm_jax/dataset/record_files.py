@@ -47,7 +47,7 @@ def load_huggingface_dataset(config: HFHubDataConfig) -> "datasets.Dataset":
     if is_saved_dataset(path):
         loaded = datasets.load_from_disk(path)
         if isinstance(loaded, datasets.DatasetDict):
-            loaded = loaded.get(config.split, loaded)
+            loaded = loaded if config.split is None else loaded.get(config.split, loaded)
         elif config.split not in (None, "train", loaded.split):
             raise ConfigError(
                 f"split is {config.split!r}, but {path} holds one data set without splits, so training and validation "

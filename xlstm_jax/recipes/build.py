@@ -124,8 +124,9 @@ def _is_callable(annotation: Any) -> bool:
 def _is_other_class(annotation: Any) -> bool:
     """Tell classes that nobody else here knows, of which plain values cannot make an instance."""
     known = (str, bytes, int, float, bool, dict, list, tuple, set, frozenset, types.NoneType, enum.Enum, Path)
-    is_class = isinstance(annotation, type) and annotation is not Any  # Any is a class too.
-    return is_class and not issubclass(annotation, known) and not _is_config(annotation)
+    if annotation is Any or not isinstance(annotation, type):  # Any is a class too.
+        return False
+    return not issubclass(annotation, known) and not _is_config(annotation)
 
 
 def _is_config(annotation: Any) -> bool:
