@@ -215,7 +215,7 @@ def _prepare_no_file(place: Path, name: str, make: Maker) -> Result:
 
 def _prepare(place: Path, name: str, path: str, pattern: str) -> Result:
     code, output = run_command("prepare", path, "--output", str(place / "prepared"), "--workers", "0")
-    return judge_output(name, code, output, {0, 1}, pattern)
+    return judge_output(name, code, output, {0, 1, 2}, pattern)
 
 
 def _read(folder: Path) -> list[str]:
