@@ -214,7 +214,7 @@ def test_corrupt_metrics_make_no_checkpoint_the_best(store, caplog):
 
 
 @pytest.mark.parametrize("damaged", [CHECKSUMS_FILE, "metadata/metadata"])
-def test_a_newest_checkpoint_without_valid_metadata_keeps_nobody_from_finding_the_best(store, damaged):
+def test_the_best_checkpoint_is_found_although_the_newest_has_no_valid_metadata(store, damaged):
     store.retention = Retention(monitor="loss")
     save(store, 3, 4)
     store.close()
@@ -222,7 +222,7 @@ def test_a_newest_checkpoint_without_valid_metadata_keeps_nobody_from_finding_th
     assert CheckpointStore(store.folder, read_only=True).best() == 2
 
 
-def test_metrics_that_are_no_json_keep_nobody_from_the_other_checkpoints(store):
+def test_other_checkpoints_are_read_although_metrics_are_no_json(store):
     (store.path(2) / "metrics" / "metrics").write_bytes(b'{"loss": 3.0, \xff')
     again = CheckpointStore(store.folder, retention=Retention(max_to_keep=2))
     assert again.problem(2).startswith("metrics/metrics has")

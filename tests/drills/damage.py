@@ -129,7 +129,7 @@ class SavedRun:
         return sorted(path.name for path in newest.iterdir())
 
     def load(self, folder: Path, step: int = -1) -> dict[str, Any]:
-        """Load a run as a resumed training does, and return all that it goes on with, by name."""
+        """Load a run as a resumed training does, and return everything that is restored, by name."""
         config = ModelCheckpointConfig(every_n_steps=2, max_to_keep=None, monitor="loss", log_path=folder)
         callback = ModelCheckpoint(config, self.trainer)
         try:

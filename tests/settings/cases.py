@@ -55,7 +55,7 @@ def program_text(closed: Any) -> str:
 
 
 class Recorder:
-    """Records what is called on it, at any depth, and answers with itself unless it is told another answer."""
+    """Records what is called on it, at any depth, and returns itself unless another answer is given."""
 
     def __init__(self, calls: list | None = None, path: str = "", answers: dict[str, Any] | None = None):
         self.calls = [] if calls is None else calls

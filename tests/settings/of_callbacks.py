@@ -140,7 +140,7 @@ def average(config, world: World):
 
 
 def write_samples(config, world: World):
-    """Return samples of a model that writes random tokens, and how it is asked for them."""
+    """Return samples of a model that generates random tokens, and the arguments it was called with."""
     asked = []
 
     def generate(_, key, prefix, mask):
