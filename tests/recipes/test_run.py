@@ -1,12 +1,15 @@
 """The folder of a run: which one is the latest, and who may train in it."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.lock import locked
-from xlstm_jax.recipes.run import _load_state, find_latest
+from xlstm_jax.recipes.run import _check_monitored, _load_state, find_latest
+from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
+from xlstm_jax.trainer.metrics import update_metrics
 
 
 def make_run(folder, time, *, has_checkpoint):
@@ -73,3 +76,20 @@ def test_a_run_that_resumes_with_other_validation_data_says_so(caplog, unchecked
     _load_state(trainer, None, "train", "val", -1)
     assert trainer.loaded == {"train_loader": "train"}
     assert "other validation data, which starts from its beginning: This state belongs to other data" in caplog.text
+
+
+def monitoring(monitor):
+    """Stand for a trainer whose validations report a loss."""
+    return SimpleNamespace(
+        trainer_config=SimpleNamespace(callbacks=[ModelCheckpointConfig(monitor=monitor)]),
+        init_eval_metrics=lambda: update_metrics(None, {"loss": {"value": 1.0, "count": 1}}, ("mean_nopostfix",)),
+        get_metric_postprocess_fn=lambda: dict,
+    )
+
+
+def test_a_metric_that_no_validation_reports_is_not_monitored(unchecked_shapes):
+    _check_monitored(monitoring("loss"), "loader")
+    _check_monitored(monitoring("dclm_loss"), {"dclm": "loader"})
+    _check_monitored(monitoring("los"), None)
+    with pytest.raises(ConfigError, match=r"to monitor 'los', but validations report epoch_time, loss: .*'loss'\?"):
+        _check_monitored(monitoring("los"), "loader")

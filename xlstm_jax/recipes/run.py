@@ -304,15 +304,16 @@ def _open_loaders(data: DataRecipe, mesh: Mesh) -> tuple[DataIterator, Any]:
 
 def _check_monitored(trainer: LLMTrainer, val_loader: Any) -> None:
     """Refuse to monitor a metric that no validation will report, before the training."""
-    if val_loader is None:
+    callbacks = [each for each in trainer.trainer_config.callbacks if getattr(each, "monitor", None) is not None]
+    if val_loader is None or not callbacks:
         return
     sets = [f"{name}_" for name in val_loader] if isinstance(val_loader, Mapping) else [""]
     _, metrics = get_metrics(jax.tree.map(jnp.ones_like, trainer.init_eval_metrics()), reset_metrics=False)
     named = {f"{prefix}{name}": value for prefix in sets for name, value in metrics.items()}
     reported = sorted({*trainer.get_metric_postprocess_fn()(named), "epoch_time"})
-    for callback in trainer.trainer_config.callbacks:
-        monitor = getattr(callback, "monitor", None)
-        if monitor is not None and monitor not in reported:
+    for callback in callbacks:
+        monitor: Any = getattr(callback, "monitor", None)
+        if monitor not in reported:
             raise ConfigError(
                 f"callbacks: {type(callback).__name__} is to monitor {monitor!r}, but validations report "
                 f"{', '.join(reported)}: set monitor to one of them.{nearest(monitor, reported)}"
