@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from flax.core import FrozenDict
 
-from xlstm_jax.configs import ConfigDict, ConfigError, check_numbers
+from xlstm_jax.configs import ConfigDict, ConfigError, check_numbers, flat_config
 from xlstm_jax.dataset import SyntheticDataConfig
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
-from xlstm_jax.trainer.logger import LoggerConfig
+from xlstm_jax.trainer.logger import FileLoggerConfig, LoggerConfig
 
 
 @dataclasses.dataclass
@@ -345,3 +345,12 @@ def test_configs_of_all_layers_check_their_numbers(config_class, fields, uncheck
     ((name, value),) = fields.items()
     with pytest.raises(ConfigError, match=f"{name} is {value!r}, but must be a"):
         config_class(**fields)
+
+
+def test_flat_settings_have_dotted_names_and_one_level():
+    config = LoggerConfig(log_tools=[FileLoggerConfig(log_dir="x")])
+    flat = flat_config({"logger": config.to_dict(), "sizes": (1, 2)})
+    assert flat["logger.log_every_n_steps"] == 1
+    assert flat["logger.log_path"] == "None"
+    assert flat["logger.log_tools.0.log_dir"] == "x"
+    assert flat["sizes"] == "(1, 2)"

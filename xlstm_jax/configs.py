@@ -10,6 +10,7 @@ import re
 import types
 import typing
 import warnings
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal, Union
 
@@ -413,3 +414,24 @@ def _from_node(node: Any) -> Any:
             return _Call(ast.unparse(function).rpartition(".")[2], arguments)
         case _:
             return ast.unparse(node)
+
+
+def flat_config(plain: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Flatten nested settings to one level of dotted names.
+
+    Args:
+        plain: Nested settings, as `ConfigDict.to_dict` returns them.
+
+    Returns:
+        The values under dotted names, such as `trainer.callbacks.0.every_n_steps`. Sequences of values and `None`
+        become text.
+    """
+    flat = {}
+    for name, value in plain.items():
+        if isinstance(value, list | tuple) and any(isinstance(element, Mapping) for element in value):
+            value = {str(index): element for index, element in enumerate(value)}
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{inner}": leaf for inner, leaf in flat_config(value).items()}
+        else:
+            flat[str(name)] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat

@@ -4,7 +4,7 @@ import argparse
 import os
 
 import pytest
-from trainer.report.run_folders import write_run
+from report.run_folders import write_run
 
 from xlstm_jax.cli import report
 

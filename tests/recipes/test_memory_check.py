@@ -6,12 +6,12 @@ import pytest
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
+from xlstm_jax.planning.footprint import state_bytes
 from xlstm_jax.recipes import memory_check
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.memory_check import check_memory
 from xlstm_jax.recipes.run_config import build_run
-from xlstm_jax.trainer.accelerators import host_memory
-from xlstm_jax.trainer.planning.footprint import state_bytes
+from xlstm_jax.utils.accelerators import host_memory
 
 GIB = 2**30
 

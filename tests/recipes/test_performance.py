@@ -8,6 +8,9 @@ import types
 import pytest
 
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.planning import performance as planning
+from xlstm_jax.planning.footprint import state_bytes, step_memory
+from xlstm_jax.planning.performance import SETTINGS, USABLE_SHARE
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.performance import (
     PERFORMANCE_FILE,
@@ -19,9 +22,6 @@ from xlstm_jax.recipes.performance import (
 )
 from xlstm_jax.recipes.run_config import build_run
 from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
-from xlstm_jax.trainer.planning import performance as planning
-from xlstm_jax.trainer.planning.footprint import state_bytes, step_memory
-from xlstm_jax.trainer.planning.performance import SETTINGS, USABLE_SHARE
 
 GIB = 2**30
 RUN = (

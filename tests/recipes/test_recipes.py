@@ -16,11 +16,11 @@ from xlstm_jax.dataset.configs import SyntheticDataConfig
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.models.cost import model_cost
 from xlstm_jax.models.xlstm.config import SIZES, published
+from xlstm_jax.planning.abstract import AbstractTrainer
+from xlstm_jax.planning.compiled import compile_here
+from xlstm_jax.planning.setup import Setup
 from xlstm_jax.recipes.compose import GROUPS_FOLDER, compose, groups
 from xlstm_jax.recipes.run_config import RunConfig, build_run
-from xlstm_jax.trainer.planning.abstract import AbstractTrainer
-from xlstm_jax.trainer.planning.compiled import compile_here
-from xlstm_jax.trainer.planning.setup import Setup
 
 EXPERIMENTS = sorted(groups()["experiment"])
 PUBLISHED = [name for name in EXPERIMENTS if name.startswith(("xlstm", "llama", "paper"))]

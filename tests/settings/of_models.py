@@ -18,6 +18,7 @@ from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.shared.vocabulary import create_embedding, create_lm_head
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.models.xlstm.block import create_norm
+from xlstm_jax.planning.abstract import AbstractTrainer
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.guard import BadStepConfig
 from xlstm_jax.trainer.callbacks.watchdog import HangWatchdogConfig
@@ -25,7 +26,6 @@ from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.logger import LoggerConfig
 from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig, build_optimizer
 from xlstm_jax.trainer.optimizer.scheduler import build_lr_scheduler
-from xlstm_jax.trainer.planning.abstract import AbstractTrainer
 
 CLASSES = {XLSTMConfig: XLSTM, LlamaConfig: LlamaTransformer}
 ROWS, LENGTH = 2, 6

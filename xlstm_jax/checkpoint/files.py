@@ -7,6 +7,8 @@ from pathlib import Path
 
 from etils import epath
 
+from xlstm_jax.utils import files
+
 FOLDER = "checkpoints"
 COMMIT_FILE = "commit_success.txt"
 """Without this file, Orbax takes a checkpoint on remote storage for half written."""
@@ -52,16 +54,11 @@ def free_bytes(folder: epath.Path) -> int | None:
 
 def write_atomically(file: epath.Path, text: str) -> None:
     """Write a small file: readers see the old one, or none, until the new one is whole."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     if is_remote(file):  # An object there is whole or absent.
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-        return
-    temporary = file.with_name(f"{file.name}.tmp")
-    with temporary.open("w") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.replace(file)
+    else:
+        files.write_atomically(Path(file), text)
 
 
 def delete_checkpoint(path: epath.Path) -> None:

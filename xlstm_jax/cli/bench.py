@@ -32,7 +32,7 @@ RESULTS = SCRIPTS / "results" if CHECKOUT else Path("benchmark-results")
 RESULTS_VARIABLE = "BENCHMARK_RESULTS"
 """Tells a script where results go, for files beside its page or a page of its own: `<date>-<name>.md`."""
 
-DESCRIBE = """import json; from xlstm_jax.trainer.report.environment import describe_environment
+DESCRIBE = """import json; from xlstm_jax.report.environment import describe_environment
 print(json.dumps(describe_environment()))"""
 SECONDS_TO_STOP = 10.0
 

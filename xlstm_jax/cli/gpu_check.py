@@ -7,7 +7,7 @@ import jax
 
 from xlstm_jax.cli.gpu_memory import list_gpus
 from xlstm_jax.kernels.hopper import NEEDED_JAX
-from xlstm_jax.trainer.accelerators import HOPPER_KINDS
+from xlstm_jax.utils.accelerators import HOPPER_KINDS
 
 PYTHON = sys.version_info[:2]
 NEEDED_PYTHON = (3, 12)

@@ -20,14 +20,14 @@ from xlstm_jax.kernels.slstm.api import choose_backend as choose_slstm
 from xlstm_jax.models.llama.attention import choose_backend as choose_attention
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.planning.abstract import AbstractTrainer
+from xlstm_jax.planning.communication import estimate_communication
+from xlstm_jax.planning.estimate import step_time
+from xlstm_jax.planning.memory import list_parameters, state_memory
+from xlstm_jax.planning.plan import resolve_accelerator
 from xlstm_jax.recipes.run import Run
 from xlstm_jax.trainer.base.compiled_step import CompiledMemory, memory_limit
 from xlstm_jax.trainer.base.run_metrics import mfu_flops
-from xlstm_jax.trainer.planning.abstract import AbstractTrainer
-from xlstm_jax.trainer.planning.communication import estimate_communication
-from xlstm_jax.trainer.planning.estimate import step_time
-from xlstm_jax.trainer.planning.memory import list_parameters, state_memory
-from xlstm_jax.trainer.planning.plan import resolve_accelerator
 
 GIB = 2**30
 

@@ -63,11 +63,11 @@ def _check(args: argparse.Namespace) -> None:
 def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:
     import jax
 
+    from xlstm_jax.planning.plan import make_plan
+    from xlstm_jax.planning.search import search
+    from xlstm_jax.planning.tables import render, render_search
     from xlstm_jax.recipes.performance import planned_devices, resolve_performance
     from xlstm_jax.recipes.run_config import build_run
-    from xlstm_jax.trainer.planning.plan import make_plan
-    from xlstm_jax.trainer.planning.search import search
-    from xlstm_jax.trainer.planning.tables import render, render_search
 
     config = build_run(settings)
     setup = config.setup(args.devices or jax.device_count())
@@ -102,7 +102,7 @@ def _find_accelerator(name: str | None, num_devices: int) -> Any:
     """Return the accelerator of a name, or that of this machine; a wrong name is a wrong setting."""
     import jax
 
-    from xlstm_jax.trainer.planning.plan import resolve_accelerator
+    from xlstm_jax.planning.plan import resolve_accelerator
 
     if name is None:
         here = "cpu" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind

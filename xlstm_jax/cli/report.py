@@ -7,8 +7,8 @@ from pathlib import Path
 from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, find_run
 from xlstm_jax.cli.screen import complain, describe_error, show
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.trainer.report.page import write_report
-from xlstm_jax.trainer.report.run_files import has_metrics, read_runs
+from xlstm_jax.report.page import write_report
+from xlstm_jax.report.run_files import has_metrics, read_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,7 +37,7 @@ def describe_sweep(runs: Sequence[SweepRun]) -> str:
 
 
 def _row(run: SweepRun, settings: str) -> tuple[str, ...]:
-    from xlstm_jax.trainer.report.run_files import has_metrics, read_run
+    from xlstm_jax.report.run_files import has_metrics, read_run
 
     read = read_run(run.folder) if has_metrics(run.folder) else None
     results = [read and read.metrics.get(mode, {}).get(metric) for mode, metric in RESULTS]

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue], as it is compiled
 
+from xlstm_jax.utils.files import move_into_place
+
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 SHARD_SUFFIX = ".arecord"
@@ -169,7 +171,7 @@ def write_manifest(folder: str | os.PathLike, manifest: Manifest) -> None:
     """Write the manifest of a folder, such that at every moment there is the old one or the new one."""
     temporary = Path(folder) / f".{MANIFEST_FILE}.tmp"
     temporary.write_text(manifest.to_json(), encoding="utf-8")
-    _move_into_place(temporary, Path(folder) / MANIFEST_FILE)
+    move_into_place(temporary, Path(folder) / MANIFEST_FILE)
 
 
 def write_shard(file: Path, documents: Iterable[np.ndarray]) -> Shard:
@@ -195,7 +197,7 @@ def write_shard(file: Path, documents: Iterable[np.ndarray]) -> Shard:
     with open(temporary, "rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     shard = Shard(file.name, num_documents, num_tokens, temporary.stat().st_size, sha256, {}, None)
-    _move_into_place(temporary, file)
+    move_into_place(temporary, file)
     return shard
 
 
@@ -450,19 +452,6 @@ def _size_of(file: Path) -> int:
 
 def _unreadable(file: Path, cause: str) -> ShardError:
     return ShardError(f"The shard {file} cannot be read: {cause}. If it is damaged, {_REPAIR}.")
-
-
-def _move_into_place(temporary: Path, file: Path) -> None:
-    """Give a file that has been written its name, once it is safe on the disk."""
-    _sync(temporary)
-    temporary.replace(file)
-    _sync(file.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def _allow_open_files(num_files: int) -> None:

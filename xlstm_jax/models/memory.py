@@ -2,7 +2,7 @@
 
 The arrays of a block fall into groups that a remat policy saves or recomputes together (`stack.REMAT_POLICIES`). For
 `mlstm` blocks on Hopper GPUs the sums agree with the memory of whole steps measured on an H200 (see
-`trainer.planning.footprint`); for the other kinds they follow from the same rules and have not been measured.
+`planning.footprint`); for the other kinds they follow from the same rules and have not been measured.
 """
 
 import dataclasses

@@ -13,10 +13,10 @@ from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.cost import model_cost
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.planning.footprint import state_bytes
 from xlstm_jax.recipes.performance import usable_memory
 from xlstm_jax.recipes.run_config import RunConfig
-from xlstm_jax.trainer.accelerators import host_memory
-from xlstm_jax.trainer.planning.footprint import state_bytes
+from xlstm_jax.utils.accelerators import host_memory
 
 GIB = 2**30
 COPIES = 8

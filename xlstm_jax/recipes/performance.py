@@ -1,7 +1,7 @@
 """Resolve `performance: auto`: from the settings of a run and its devices to plain values that are kept with the run.
 
 `auto` chooses only settings that trade memory for speed, and only those that nothing else sets: no recipe, no file and
-no word of the command line. The choice is made by formula (`trainer.planning.performance`), checked when the step has
+no word of the command line. The choice is made by formula (`planning.performance`), checked when the step has
 been compiled, and replaced by the next one if the step does not fit. A resumed run keeps the choice of its first start.
 """
 
@@ -9,7 +9,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +19,7 @@ from jax.sharding import Mesh
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
-from xlstm_jax.recipes.processes import from_first_process
-from xlstm_jax.recipes.run_config import RunConfig
-from xlstm_jax.trainer.accelerators import Accelerator, find_accelerator, of_device_kind
-from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError, memory_limit
-from xlstm_jax.trainer.planning.performance import (
+from xlstm_jax.planning.performance import (
     MODEL_SETTINGS,
     TRAINER_SETTINGS,
     USABLE_SHARE,
@@ -33,6 +28,11 @@ from xlstm_jax.trainer.planning.performance import (
     largest_batch,
     rank,
 )
+from xlstm_jax.recipes.processes import from_first_process
+from xlstm_jax.recipes.run_config import RunConfig
+from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError, memory_limit
+from xlstm_jax.utils.accelerators import Accelerator, find_accelerator, of_device_kind
+from xlstm_jax.utils.files import write_atomically
 
 LOGGER = logging.getLogger(__name__)
 
@@ -301,8 +301,4 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, values: Mapping[str, Any]) -> None:
-    file = folder / PERFORMANCE_FILE
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    write_atomically(folder / PERFORMANCE_FILE, json.dumps(values, indent=2) + "\n")

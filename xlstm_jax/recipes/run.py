@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
 from xlstm_jax.trainer.metrics import get_metrics
+from xlstm_jax.utils.files import write_atomically
 from xlstm_jax.utils.startup import STARTUP
 
 LOGGER = logging.getLogger(__name__)
@@ -182,11 +182,7 @@ def write_settings(settings: Mapping[str, Any], folder: Path, notes: Mapping[str
         files = {f"{HYDRA_FOLDER}/{name}": content for name, content in (notes or {}).items()}
         files |= {COMPOSED_FILE: dict(settings), CONFIG_FILE: resolved(settings)}
         for name, content in files.items():
-            file = folder / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
-            os.replace(temporary, file)
+            write_atomically(folder / name, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

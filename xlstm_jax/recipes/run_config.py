@@ -13,11 +13,11 @@ from xlstm_jax.dataset.vocabulary import Vocabulary, check_vocabularies
 from xlstm_jax.dataset.vocabulary_lookup import find_vocabulary, is_at_hand, is_local
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.shared.feedforward import round_up
+from xlstm_jax.planning.setup import Setup
 from xlstm_jax.recipes.build import build, nearest
 from xlstm_jax.recipes.data import DataRecipe, PrepareConfig, read_data
 from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.optimizer import OptimizerConfig
-from xlstm_jax.trainer.planning.setup import Setup
 
 VOCABULARY_MULTIPLE = 64
 """To what a vocabulary is rounded up that the tokenizer decides on: matrices of such sizes are fast."""

@@ -1,12 +1,12 @@
 """The vocabulary of a run, kept in its folder: which token ids the model was trained on, and by which tokenizer."""
 
 import json
-import os
 from pathlib import Path
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.utils.files import write_atomically
 
 VOCABULARY_FILE = "vocabulary.json"
 
@@ -22,9 +22,7 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> None:
         "add_bos": encoder is not None and encoder.add_bos,
         "add_eos": encoder is not None and encoder.add_eos,
     }
-    temporary = folder / f".{VOCABULARY_FILE}.tmp"
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / VOCABULARY_FILE)
+    write_atomically(folder / VOCABULARY_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | None:

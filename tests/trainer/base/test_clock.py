@@ -106,7 +106,7 @@ def test_a_heartbeat_says_how_far_a_run_is(tmp_path):
 
 
 def test_a_heartbeat_that_cannot_be_written_is_said_once_and_ends_nothing(tmp_path, caplog):
-    (tmp_path / "heartbeat.tmp").mkdir()
+    (tmp_path / "heartbeat.json.tmp").mkdir()
     heartbeat = Heartbeat(tmp_path / "heartbeat.json")
     for step in range(3):
         heartbeat._last = -100.0

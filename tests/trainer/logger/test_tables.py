@@ -3,12 +3,11 @@
 import csv
 import errno
 import io
-import os
 from pathlib import Path
 
 import pytest
 
-from xlstm_jax.trainer.logger.tables import BLOCK_BYTES, CsvTable, JsonLines, replace_file
+from xlstm_jax.trainer.logger.tables import BLOCK_BYTES, CsvTable, JsonLines
 
 KINDS = {"a.jsonl": JsonLines, "a.csv": CsvTable}
 
@@ -48,15 +47,6 @@ def test_a_row_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(table, mo
     table.append({"step": 3, "x": "new"})
     assert table.path.read_bytes().startswith(before)
     assert b"new" in table.path.read_bytes().splitlines()[-1]
-
-
-def test_a_crash_while_a_file_is_replaced_leaves_the_old_one(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    replace_file(path, [b"old"])
-    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("crash"))
-    with pytest.raises(pytest.fail.Exception):
-        replace_file(path, [b"new"])
-    assert path.read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("length", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES])

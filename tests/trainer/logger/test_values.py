@@ -6,17 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xlstm_jax.trainer.logger import FileLoggerConfig, LoggerConfig
-from xlstm_jax.trainer.logger.values import flat_config, import_extra, json_value, only_numbers, plain_config
-
-
-def test_a_flat_config_has_dotted_names_and_one_level():
-    config = LoggerConfig(log_tools=[FileLoggerConfig(log_dir="x")])
-    flat = flat_config(plain_config({"logger": config}) | {"sizes": (1, 2)})
-    assert flat["logger.log_every_n_steps"] == 1
-    assert flat["logger.log_path"] == "None"
-    assert flat["logger.log_tools.0.log_dir"] == "x"
-    assert flat["sizes"] == "(1, 2)"
+from xlstm_jax.trainer.logger.values import import_extra, json_value, only_numbers
 
 
 def test_only_numbers_become_curves():

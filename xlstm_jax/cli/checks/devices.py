@@ -16,7 +16,7 @@ from xlstm_jax.cli.checks.section import FAILED, PASSED, Section, first_line
 from xlstm_jax.cli.gpu_check import gpu_problem
 from xlstm_jax.cli.gpu_memory import LARGEST_FRACTION, VARIABLE, current_fraction
 from xlstm_jax.recipes.compilation_cache import describe_cache
-from xlstm_jax.trainer.accelerators import host_memory
+from xlstm_jax.utils.accelerators import host_memory
 
 REDUCED_BYTES = 2**24
 """What each device brings to the all-reduce that is timed."""

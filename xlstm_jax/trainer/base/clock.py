@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from xlstm_jax.utils.files import write_atomically
 
 LOGGER = logging.getLogger(__name__)
 
@@ -130,10 +131,9 @@ class Heartbeat:
         if self.path is None or now - self._last < HEARTBEAT_SECONDS:
             return
         self._last = now
-        temporary = self.path.with_suffix(".tmp")
+        content = json.dumps({"step": step, "elapsed": elapsed, "time": time.time()})
         try:
-            temporary.write_text(json.dumps({"step": step, "elapsed": elapsed, "time": time.time()}))
-            os.replace(temporary, self.path)
+            write_atomically(self.path, content, durable=False)
         except OSError as error:  # A full disk does not end a run.
             LOGGER.warning("%s could not be written, and is not tried again: %s", self.path, error)
             self.path = None

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from xlstm_jax.models.cost import model_cost
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
-from xlstm_jax.trainer.accelerators import of_device_kind
 from xlstm_jax.trainer.base.clock import Clock
 from xlstm_jax.trainer.base.steps import BAD_STEPS
+from xlstm_jax.utils.accelerators import of_device_kind
 
 LOGGER = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from xlstm_jax.configs import ConfigError, refuse_ignored
+from xlstm_jax.report.environment import record_end, record_parameters, record_start
+from xlstm_jax.report.page import write_report
+from xlstm_jax.report.run_files import read_run
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
-from xlstm_jax.trainer.report.environment import record_end, record_parameters, record_start
-from xlstm_jax.trainer.report.page import write_report
-from xlstm_jax.trainer.report.run_files import read_run
 
 LOGGER = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ import yaml
 
 from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerTool, LoggerToolsConfig
-from xlstm_jax.trainer.logger.tables import CsvTable, JsonLines, replace_file
+from xlstm_jax.trainer.logger.tables import CsvTable, JsonLines
 from xlstm_jax.trainer.logger.values import json_value, plain_config
+from xlstm_jax.utils.files import write_atomically
 
 LOGGER = logging.getLogger(__name__)
 
@@ -78,9 +79,8 @@ class FileLogger(LoggerTool):
     def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
         """Write the config, beside those that were logged before."""
         self._logged_config |= plain_config(config)
-        self.folder.mkdir(parents=True, exist_ok=True)
         kind = self.config.config_format
-        replace_file(self.folder / CONFIG_FILES[kind], [_serialize(self._logged_config, kind)])
+        write_atomically(self.folder / CONFIG_FILES[kind], [_serialize(self._logged_config, kind)])
 
     def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
         """Append a row."""

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.configs import ConfigDict, refuse_ignored
+from xlstm_jax.configs import ConfigDict, flat_config, refuse_ignored
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerTool, LoggerToolsConfig
-from xlstm_jax.trainer.logger.values import flat_config, import_extra, only_numbers, plain_config
+from xlstm_jax.trainer.logger.values import import_extra, only_numbers, plain_config
 
 FORBIDDEN_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
 LONGEST_NAME = 250

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xlstm_jax.trainer.logger.values import json_value
+from xlstm_jax.utils.files import write_atomically
 
 LOGGER = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class JsonLines:
     def drop_after(self, key: str, step: int) -> None:
         """Remove the rows whose number under `key` is larger than `step`."""
         if self.has_after(key, step):
-            replace_file(self.path, (line for line in self._lines() if not _is_later_line(line, key, step)))
+            write_atomically(self.path, (line for line in self._lines() if not _is_later_line(line, key, step)))
 
     def _lines(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
@@ -69,7 +70,7 @@ class CsvTable:
         """Add a row; columns that it does not have stay empty."""
         if not row.keys() <= set(self.columns):
             columns = list(dict.fromkeys([*self.columns, *row]))
-            replace_file(self.path, _to_csv(_widen(self._rows(), columns)))
+            write_atomically(self.path, _to_csv(_widen(self._rows(), columns)))
             self.columns = columns
         (line,) = _to_csv([[_cell(row.get(column)) for column in self.columns]])
         _append(self.path, line.decode())
@@ -86,7 +87,7 @@ class CsvTable:
         if self.has_after(key, step):
             position = self.columns.index(key)
             rows = (row for row in self._rows() if not _is_later_row(row, position, step))
-            replace_file(self.path, _to_csv(rows))
+            write_atomically(self.path, _to_csv(rows))
 
     def _header(self) -> list[str]:
         with closing(self._rows()) as rows:
@@ -101,16 +102,6 @@ class CsvTable:
                 yield from csv.reader(file)
         finally:
             csv.field_size_limit(limit)
-
-
-def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write a file so that whoever reads it, also after a crash, finds all of the old one or all of the new one."""
-    draft = path.with_name(f"{path.name}.tmp")
-    with draft.open("wb") as file:
-        file.writelines(chunks)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _append(path: Path, line: str) -> None:

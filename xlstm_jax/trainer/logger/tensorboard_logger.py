@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.configs import ConfigDict
+from xlstm_jax.configs import ConfigDict, flat_config
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerTool, LoggerToolsConfig
-from xlstm_jax.trainer.logger.values import flat_config, import_extra, json_value, only_numbers, plain_config
+from xlstm_jax.trainer.logger.values import import_extra, json_value, only_numbers, plain_config
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)

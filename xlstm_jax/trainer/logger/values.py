@@ -16,27 +16,6 @@ def plain_config(config: ConfigDict | dict[str, ConfigDict]) -> dict[str, Any]:
     return {name: part.to_dict() for name, part in config.items()}
 
 
-def flat_config(plain: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Write a plain config as one level of names and values.
-
-    Args:
-        plain: What `plain_config` returns.
-
-    Returns:
-        The values under dotted names, such as `trainer.callbacks.0.every_n_steps`. Sequences of values and `None`
-        become text.
-    """
-    flat = {}
-    for name, value in plain.items():
-        if isinstance(value, list | tuple) and any(isinstance(element, Mapping) for element in value):
-            value = {str(index): element for index, element in enumerate(value)}
-        if isinstance(value, Mapping):
-            flat |= {f"{name}.{inner}": leaf for inner, leaf in flat_config(value).items()}
-        else:
-            flat[str(name)] = value if isinstance(value, bool | int | float | str) else str(value)
-    return flat
-
-
 def only_numbers(metrics: Mapping[str, Any]) -> dict[str, bool | int | float]:
     """Leave out metrics that no curve can show: arrays, tuples, text."""
     return {name: value for name, value in metrics.items() if isinstance(value, bool | int | float)}
