@@ -31,3 +31,10 @@ def test_of_equally_good_checkpoints_the_newest_is_the_best():
 
 def test_newer_means_written_later():
     assert Retention(max_to_keep=1).dropped([100, 60], {100: {}, 60: {}}) == [100]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "0.5", None])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_only_a_finite_number_can_be_the_best(mode, value):
+    metrics = {10: {"loss": value}, 20: {"loss": 1.0}, 30: {"loss": value}}
+    assert Retention(monitor="loss", mode=mode).best(metrics) == 20

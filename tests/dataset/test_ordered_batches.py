@@ -141,6 +141,19 @@ def test_tokens_of_the_sources_have_the_shares_of_their_weights():
     assert abs(share - 0.25) < 0.01
 
 
+@of_packings
+def test_an_epoch_that_ends_inside_a_batch_does_not_delay_the_later_ones(packing):
+    options = {"packing": packing, "num_sources": 1, "weights": None}
+    endless, batches = make_batches(**options), make_batches(**options, stops_after_pass=True)
+    num_documents, ends, expected = len(DOCUMENTS[0]), [], []
+    for num_epochs in range(1, 9):
+        ends.append(sum(1 for _ in batches) + (ends[-1] if ends else 0))
+        while endless.get_state()["mixture"]["positions"][0] < num_epochs * num_documents:
+            next(endless)
+        expected.append(endless.get_state()["step"])
+    assert ends == expected
+
+
 def test_statistics_say_how_rows_are_filled_and_how_far_each_source_is():
     batches = make_batches("none", num_sources=1)
     found = draw(batches, 20)
