@@ -30,6 +30,7 @@ def test_a_table_is_wider_than_the_terminal_if_a_word_needs_it(capsys, monkeypat
         shown = capsys.readouterr().out
         assert path in shown
         assert number in shown
+        assert max(map(len, shown.splitlines())) <= len(path) + 30  # Sentences are wrapped.
     show("a line " * 20)
     assert capsys.readouterr().out.count("\n") == 1
 

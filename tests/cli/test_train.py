@@ -162,7 +162,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(folder, capsys
         wait_until(lambda: "step 4/40" in log.read_text() or process.poll() is not None, seconds=240)
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 130
-    assert re.search(r"Stopped at step \d+, and saved. Go on with:  xlstm-jax resume cut", log.read_text())
+    assert re.search(r"Stopped at step \d+ and saved a checkpoint. To resume:\n  xlstm-jax resume cut", log.read_text())
     capsys.readouterr()
     assert main(["resume", "cut"]) == 0
     assert "goes on from step" in capsys.readouterr().out

@@ -8,10 +8,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
+from rich.panel import Panel
 
 HYDRA_WORDS = ("true", "false", "null", "inf", "nan")
 """What Hydra takes for no text, in any case."""
 WIDEST = 10_000
+PANEL_FRAME = 4
+"""Columns of the border and padding of a panel."""
 CLOSED_STDOUT = 128 + signal.SIGPIPE
 
 
@@ -21,7 +24,11 @@ class Screen(Console):
     def print_whole(self, content: Any) -> None:
         """Print a table or a panel, wider than the terminal rather than with a break in a number, a name or a path."""
         unlimited = self.options.update(max_width=WIDEST)
-        self.width = max(self.width, Measurement.get(self, unlimited, content).minimum)
+        if isinstance(content, Panel):  # Its reported minimum is its width without line breaks.
+            width = Measurement.get(self, unlimited, content.renderable).minimum + PANEL_FRAME
+        else:
+            width = Measurement.get(self, unlimited, content).minimum
+        self.width = max(self.width, width)
         self.print(content)
 
     def on_broken_pipe(self) -> None:

@@ -185,7 +185,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     except RunFailedError as error:
         complain(str(error))
     except TrainingInterrupted as stop:
-        show(f"Stopped at step {stop.step}, and saved. Go on with:  {as_command('resume', folder)}")
+        show(f"Stopped at step {stop.step} and saved a checkpoint. To resume:\n  {as_command('resume', folder)}")
         raise
     except KeyboardInterrupt:
         show(_describe_early_stop(folder))

@@ -25,13 +25,13 @@ ROW = {
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def make(terminal=None):
+def make(terminal=None, width=150):
     """A logger with a console that has a run of 1000 steps before it."""
     logger = Logger(LoggerConfig())
     if terminal is None:
         logger.log_tools = [ConsoleLoggerConfig().create(logger)]
     else:
-        console = Console(file=terminal, force_terminal=True, width=150, color_system=None)
+        console = Console(file=terminal, force_terminal=True, width=width, color_system=None)
         logger.log_tools = [ConsoleLogger(ConsoleLoggerConfig(), logger, console)]
     logger.on_training_start()
     logger.log_host_metrics({"num_train_steps": 1000, "global_batch_size": 8}, 0, mode="dataset")
@@ -52,6 +52,23 @@ def test_a_row_of_training_is_a_plain_line(capsys):
     assert lines_of(capsys) == [
         "step 200/1000 (20 %)  loss 3.214  perplexity 24.87  tokens/s 12.3k  MFU 41 %  memory 3.2 GiB  ETA 0:06:40"
     ]
+
+
+def test_a_narrow_terminal_shows_only_metrics_that_fit_as_a_whole():
+    terminal = io.StringIO()
+    make(terminal, width=80).log_host_metrics(ROW, 200, mode="train")
+    shown = screen(terminal)[-1]
+    assert shown.rstrip().endswith("ETA 0:06:40  loss 3.214  perplexity 24.87")
+    assert len(shown) <= 80
+
+
+def test_a_terminal_breaks_messages_between_words():
+    terminal = io.StringIO()
+    logger = make(terminal, width=80)
+    logger.log_host_metrics(dict.fromkeys(map("number_{}".format, range(8)), 12345.678), 200, mode="val")
+    lines = screen(terminal)
+    assert max(map(len, lines)) <= 80
+    assert sum(line.split().count("12346") for line in lines) == 8
 
 
 @pytest.mark.parametrize("postfix", ["", "_mean", "_single"])

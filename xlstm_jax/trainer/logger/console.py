@@ -115,18 +115,28 @@ class ConsoleLogger(LoggerTool):
             atexit.register(self._live.stop)
             self.console.show_cursor(True)  # If the run is killed, nobody else would.
         bar = [ProgressBar(total=self._num_steps, completed=step, width=BAR_WIDTH)] if self._num_steps else []
-        # A narrow terminal cuts the end off.
-        line = SEPARATOR.join([self._place(step), *self._time_left(step), *parts])
+        width = self.console.width - (BAR_WIDTH + 1 if bar else 0)
+        line = _join_what_fits([self._place(step), *self._time_left(step), *parts], width)
         grid = Table.grid(padding=(0, 1))
         grid.add_row(*bar, Text(line, no_wrap=True, overflow="ellipsis"))
         self._live.update(grid, refresh=True)
 
     def _show_line(self, line: str) -> None:
-        if self._live is not None:
-            self.console.print(Text(line), soft_wrap=True)
+        if self.console.is_terminal:
+            self.console.print(Text(line))
         else:
             self.console.file.write(f"{line}\n")
             self.console.file.flush()
+
+
+def _join_what_fits(parts: list[str], width: int) -> str:
+    """Join the first parts, at least one, as far as a line of this width holds them."""
+    line, *rest = parts
+    for part in rest:
+        if len(line) + len(SEPARATOR) + len(part) > width:
+            break
+        line += SEPARATOR + part
+    return line
 
 
 def _find(metrics: Mapping[str, Any], name: str) -> float | None:
