@@ -9,8 +9,9 @@ from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
 from xlstm_jax.planning.footprint import state_bytes
 from xlstm_jax.recipes import memory_check
 from xlstm_jax.recipes.compose import compose
-from xlstm_jax.recipes.memory_check import check_memory
+from xlstm_jax.recipes.memory_check import check_memory, warn_of_step_memory
 from xlstm_jax.recipes.run_config import build_run
+from xlstm_jax.trainer.base.compiled_step import CompiledMemory
 from xlstm_jax.utils.accelerators import host_memory
 
 GIB = 2**30
@@ -59,3 +60,11 @@ def test_the_state_of_a_small_run_is_not_traced(memory, monkeypatch):
 
 def test_the_memory_of_this_machine_is_known():
     assert GIB < host_memory() < 2**50
+
+
+@pytest.mark.parametrize(("missing", "num_warnings"), [(1, 1), (0, 0)])
+def test_a_step_that_needs_more_than_the_machine_has_is_warned_of(memory, caplog, missing, num_warnings):
+    compiled = CompiledMemory("cpu", arguments=2 * GIB, outputs=GIB, temporaries=4 * GIB, code=GIB)
+    memory(compiled.peak - missing)
+    warn_of_step_memory(compiled, initialize_mesh(ParallelConfig(), np.array(jax.devices()[:1])))
+    assert caplog.text.count("needs about 8.0 GiB on each device") == num_warnings

@@ -1,5 +1,6 @@
 """Refuse runs whose state or batch cannot fit: their sizes are known before anything is made."""
 
+import logging
 import math
 from typing import Any, cast
 
@@ -16,7 +17,10 @@ from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.planning.footprint import state_bytes
 from xlstm_jax.recipes.performance import usable_memory
 from xlstm_jax.recipes.run_config import RunConfig
+from xlstm_jax.trainer.base.compiled_step import CompiledMemory
 from xlstm_jax.utils.accelerators import host_memory
+
+LOGGER = logging.getLogger(__name__)
 
 GIB = 2**30
 COPIES = 8
@@ -56,6 +60,22 @@ def check_memory(config: RunConfig, mesh: Mesh) -> None:
             f"The model (model.embedding_dim={shape.embedding_dim}, model.num_blocks={shape.num_blocks}, "
             f"model.vocab_size={shape.vocab_size}) needs {needed / GIB:,.1f} GiB on each device for {what}, {rule}: "
             "make it smaller, or shard it over more devices with parallel=fsdp."
+        )
+
+
+def warn_of_step_memory(compiled: CompiledMemory, mesh: Mesh) -> None:
+    """Log a warning if a compiled step needs more memory than CPU devices have, which swap or are killed at run time.
+
+    The limit of an accelerator is enforced when the step is compiled; what a CPU compiler reports is an estimate.
+    """
+    if mesh.local_devices[0].platform == "cpu" and compiled.peak > (limit := _memory_of_device(mesh) or math.inf):
+        LOGGER.warning(
+            "The compiled training step needs about %.1f GiB on each device, more than the %.1f GiB of memory for each "
+            "of %d CPU device(s): the system may swap or kill the run. Lower batch_size or context_length, or set "
+            "model.remat=full or trainer.gradient_accumulate_steps.",
+            compiled.peak / GIB,
+            limit / GIB,
+            mesh.size,
         )
 
 

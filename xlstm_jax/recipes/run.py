@@ -27,7 +27,7 @@ from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
 from xlstm_jax.recipes.compose import resolved
 from xlstm_jax.recipes.data import DataRecipe
 from xlstm_jax.recipes.lock import locked
-from xlstm_jax.recipes.memory_check import check_memory
+from xlstm_jax.recipes.memory_check import check_memory, warn_of_step_memory
 from xlstm_jax.recipes.performance import Performance, describe_devices, reject, resolve_performance
 from xlstm_jax.recipes.processes import from_first_process
 from xlstm_jax.recipes.rejected import RejectedFolder
@@ -82,6 +82,8 @@ class Run:
         memory, limit = self.trainer.compile_train_step(), self.performance.memory_limit
         if memory is not None and limit is not None and memory.peak > limit:
             raise StepDoesNotFitError(memory.peak, limit)
+        if memory is not None:
+            warn_of_step_memory(memory, self.trainer.mesh)
 
     def close_without_room(self, error: StepDoesNotFitError) -> None:
         """Let go of the folder and the devices, so that the run can be opened again with less need of memory.
