@@ -6,6 +6,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
+import xlstm_jax
 from xlstm_jax.import_utils import class_to_name, resolve_import, resolve_import_from_string
 
 
@@ -61,3 +62,14 @@ def test_a_module_whose_own_import_fails_reports_that_import(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="dependency_that_is_not_installed"):
         resolve_import("package_of_test.broken.Class")
+
+
+def test_every_public_name_of_the_package_can_be_imported():
+    names = {name: getattr(xlstm_jax, name) for name in xlstm_jax.__all__}
+    assert names["XLSTM"] is resolve_import("xlstm_jax.models.xlstm.XLSTM")
+    assert set(names) <= set(dir(xlstm_jax))
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'xlstm_jax' has no attribute 'XLSTMConfigs'"):
+        xlstm_jax.XLSTMConfigs  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]

@@ -103,3 +103,10 @@ def test_commands_stand_in_blocks_that_are_run():
         assert set(marks) <= {"bash", "python", "text", "console", "yaml"}, page
         for block in re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
             assert not block.startswith(("xlstm-jax ", "make ", "pip ")), (page, block)
+
+
+def test_the_python_of_the_readme_runs(unchecked_shapes):
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(block, names)
+    assert names["logits"].shape == (1, 1, 256)

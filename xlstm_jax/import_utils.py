@@ -1,6 +1,8 @@
 """Names of classes and functions, and the classes and functions of names."""
 
 import importlib
+import sys
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +50,27 @@ def class_to_name(x: Any) -> str | Any:
 def dotted_path(x: Any) -> str:
     """Return the path of a class or function that `resolve_import` takes back, if its module defines it by name."""
     return f"{x.__module__}.{x.__qualname__}"
+
+
+def lazy_exports(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and `__dir__` of a package that imports its public names on first use.
+
+    Args:
+        package: The name of the package.
+        modules: For each public name the module of the package that defines it.
+    """
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return get, names
 
 
 def _longest_module(names: list[str]) -> tuple[ModuleType, list[str]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from xlstm_jax import __version__
 from xlstm_jax.cli.main import COMMANDS, main
+from xlstm_jax.version import __version__
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])

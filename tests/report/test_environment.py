@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
-from xlstm_jax import __version__
 from xlstm_jax.report.environment import (
     command_as_typed,
     describe_environment,
@@ -21,6 +20,7 @@ from xlstm_jax.report.environment import (
     record_end,
     record_start,
 )
+from xlstm_jax.version import __version__
 
 
 def git(folder, *arguments):

@@ -11,9 +11,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from xlstm_jax import __version__
 from xlstm_jax.cli.gpu_memory import set_memory_fraction
 from xlstm_jax.cli.interrupts import exit_on_ctrl_c
+from xlstm_jax.version import __version__
 
 COMMANDS = {
     "train": "train a model: group=choice and key=value compose the run",

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from xlstm_jax import __version__
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.report.run_files import ENVIRONMENT_FILE, PARAMETERS_FILE
 from xlstm_jax.utils.files import write_atomically
 from xlstm_jax.utils.partitioned import is_partitioned, partition_names, unboxed
 from xlstm_jax.utils.pytree_utils import flatten_pytree
+from xlstm_jax.version import __version__
 
 PROGRAM = "xlstm-jax"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "hydra-core", "tokenizers", "numpy")

@@ -8,7 +8,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax import __version__
 from xlstm_jax.report import tables
 from xlstm_jax.report.charts import OTHER, SECTIONS, Chart, chart_data, clock, make_charts, points_per_line
 from xlstm_jax.report.labels import with_labels
@@ -16,6 +15,7 @@ from xlstm_jax.report.markup import Markup, joined, script_json, tag
 from xlstm_jax.report.run_files import Run
 from xlstm_jax.report.summary import key_numbers
 from xlstm_jax.utils.files import write_atomically
+from xlstm_jax.version import __version__
 
 WIDE_CHARTS = {"Loss"}
 REFRESH_SECONDS = 60

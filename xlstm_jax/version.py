@@ -1,0 +1,3 @@
+"""The version of the package, which packaging reads too."""
+
+__version__ = "0.1.0"
