@@ -186,6 +186,18 @@ def test_packed_documents_give_the_logits_of_separate_ones(kind):
 
 
 @of_kinds
+def test_a_single_token_that_starts_a_document_ignores_the_state(kind):
+    _, variables, apply = ready(kind)
+    _, state = apply(variables, TOKENS, return_state=True)
+    token, starts = TOKENS[:, :1], jnp.ones((2, 1), bool)
+    fresh, _ = apply(variables, token, return_state=True)
+    logits, _ = apply(variables, token, state=state, document_borders=starts, return_state=True)
+    continued, _ = apply(variables, token, state=state, document_borders=~starts, return_state=True)
+    assert_close(logits, fresh)
+    assert float(jnp.max(jnp.abs(continued - fresh))) > 1e-3
+
+
+@of_kinds
 def test_no_logit_depends_on_a_later_token(kind):
     _, variables, apply = ready(kind)
     changed = apply(variables, TOKENS.at[:, 7:].set(1))
