@@ -10,9 +10,9 @@ from trainer.runs import make_trainer
 
 from xlstm_jax.cli import generate
 from xlstm_jax.cli.main import main
-from xlstm_jax.dataset.light_tokenizers import train_tokenizer
-from xlstm_jax.dataset.text_encoder import TextEncoder
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.light import train_tokenizer
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_vocabulary import read_vocabulary, write_vocabulary
 from xlstm_jax.trainer.token_check import TokenCheck

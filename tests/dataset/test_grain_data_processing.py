@@ -217,7 +217,7 @@ def test_data_that_cannot_be_read_is_refused_with_what_to_do():
 
 
 def test_a_tokenizer_without_an_end_is_refused(monkeypatch):
-    monkeypatch.setattr("xlstm_jax.dataset.light_tokenizers.ByteTokenizer.eos_token_id", None)
+    monkeypatch.setattr("xlstm_jax.dataset.tokenizers.light.ByteTokenizer.eos_token_id", None)
     with pytest.raises(ValueError, match=r"The tokenizer 'byte' has no token for the end .* set eod_token_id"):
         preprocess([b"a"])
     assert rows_of([b"a"], eod_token_id=3)[0]["targets"].tolist() == [*b"a", 3, 0, 0, 0]

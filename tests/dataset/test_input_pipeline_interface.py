@@ -25,9 +25,9 @@ from xlstm_jax.dataset.configs import DataConfig
 from xlstm_jax.dataset.grain_data_processing import make_grain_iterator
 from xlstm_jax.dataset.grain_transforms import ParseTokenizedArrayRecords
 from xlstm_jax.dataset.input_pipeline_interface import get_process_loading_data
-from xlstm_jax.dataset.light_tokenizers import train_tokenizer
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.standard_library import load_standard_library, yardsticks
+from xlstm_jax.dataset.tokenizers.light import train_tokenizer
 
 ROWS, LENGTH, END = 8, 16, 256
 TEXTS = [f"Document {index}: " + "naïve " * (index % 7) for index in range(23)]

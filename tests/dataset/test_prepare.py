@@ -15,12 +15,12 @@ from array_record.python import array_record_module
 from processes import is_running, wait_until
 
 from xlstm_jax.dataset import prepare as module
-from xlstm_jax.dataset.light_tokenizers import ByteTokenizer, FileTokenizer, train_tokenizer
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.standard_library import load_standard_library
-from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.text_store import lock
 from xlstm_jax.dataset.token_shards import TokenShards, read_manifest, verify, write_manifest, write_shard
+from xlstm_jax.dataset.tokenizers.light import ByteTokenizer, FileTokenizer, train_tokenizer
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 
 TEXTS = [f"Document {number}: " + "words and more words " * (number % 7) for number in range(300)]
 KILOBYTE = 1 / 1024

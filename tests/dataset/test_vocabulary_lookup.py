@@ -16,12 +16,12 @@ from xlstm_jax.dataset import (
 )
 from xlstm_jax.dataset.configs import DataConfig
 from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
-from xlstm_jax.dataset.light_tokenizers import train_tokenizer
 from xlstm_jax.dataset.prepare import prepare
-from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.text_measures import measure_text
 from xlstm_jax.dataset.token_shards import MANIFEST_FILE, read_manifest
-from xlstm_jax.dataset.vocabulary import MissingTokenizerError
+from xlstm_jax.dataset.tokenizers.light import train_tokenizer
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
+from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError
 from xlstm_jax.dataset.vocabulary_lookup import find_vocabulary, is_at_hand
 
 TEXTS = [f"Text {index} has words, and some words more.\n" for index in range(40)]

@@ -14,7 +14,7 @@ from drills.damage import replace_by_folder, truncate
 from drills.outcomes import Result, run_case
 
 from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
-from xlstm_jax.dataset.light_tokenizers import train_tokenizer
+from xlstm_jax.dataset.tokenizers.light import train_tokenizer
 
 TEXTS = [f"Document {index} of the drill." for index in range(20)]
 

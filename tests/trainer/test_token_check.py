@@ -13,8 +13,8 @@ from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset import SyntheticDataConfig, TextFilesDataConfig, create_data_iterator
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator
-from xlstm_jax.dataset.text_encoder import TextEncoder
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer

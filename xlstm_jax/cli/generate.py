@@ -114,7 +114,7 @@ def continue_texts(
     import jax.numpy as jnp
     import numpy as np
 
-    from xlstm_jax.dataset.vocabulary import check_vocabularies
+    from xlstm_jax.dataset.tokenizers.vocabulary import check_vocabularies
     from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
     from xlstm_jax.inference.sampling import filtered_sampling
     from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
@@ -161,8 +161,8 @@ def _trainer_without_initialization() -> Any:
 
 def _vocabulary_of(folder: Path, tokenizer_path: str | None) -> Any:
     """Return the vocabulary of a tokenizer, which has to be that of the run, as far as the run's folder tells."""
-    from xlstm_jax.dataset.text_encoder import TextEncoder
-    from xlstm_jax.dataset.vocabulary import MissingTokenizerError, Vocabulary
+    from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
+    from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError, Vocabulary
     from xlstm_jax.recipes.run_vocabulary import read_vocabulary
 
     kept = read_vocabulary(folder)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from xlstm_jax.cli.screen import as_command, as_value, complain, describe_error, show
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.token_shards import Manifest
+from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

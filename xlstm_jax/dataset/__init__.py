@@ -15,12 +15,12 @@ if TYPE_CHECKING:
         TextDataConfig,
         TextFilesDataConfig,
     )
-    from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
     from xlstm_jax.dataset.input_pipeline_interface import (
         DataIterator,
         create_data_iterator,
         create_mixed_data_iterator,
     )
+    from xlstm_jax.dataset.tokenizers.loading import load_tokenizer
 
 __all__ = [
     "Batch",
@@ -55,7 +55,7 @@ _MODULES = {
     "TextFilesDataConfig": "configs",
     "create_data_iterator": "input_pipeline_interface",
     "create_mixed_data_iterator": "input_pipeline_interface",
-    "load_tokenizer": "hf_tokenizer",
+    "load_tokenizer": "tokenizers.loading",
 }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from xlstm_jax.dataset.token_shards import ShardError
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.dataset.workers import Pending, WorkerPool
 
 _FEW = 2**16

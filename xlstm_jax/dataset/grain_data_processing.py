@@ -26,11 +26,11 @@ from xlstm_jax.dataset.grain_transforms import (
     ParseTokenizedArrayRecords,
     ShiftData,
 )
-from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator
 from xlstm_jax.dataset.ordered_pipeline import make_ordered_iterator
 from xlstm_jax.dataset.record_files import load_array_record_dataset as load_array_record_dataset
 from xlstm_jax.dataset.record_files import load_huggingface_dataset as load_huggingface_dataset
+from xlstm_jax.dataset.tokenizers.loading import load_tokenizer
 
 
 def make_grain_iterator(

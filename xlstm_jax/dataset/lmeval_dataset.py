@@ -7,7 +7,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
+from xlstm_jax.dataset.tokenizers.loading import load_tokenizer
 
 
 class HFTokenizeLogLikelihood:

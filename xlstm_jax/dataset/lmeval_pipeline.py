@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from xlstm_jax.dataset.batch import LLMIndexedBatch
 from xlstm_jax.dataset.grain_iterator import local_batch_size, prefetch_in_processes, shard_grain_dataset
 from xlstm_jax.dataset.grain_transforms import TOKEN_KEYS, CollateToBatch, HFPrefixTokenize, InferSegmentations
-from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.lmeval_dataset import document_tokens, split_request
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator
+from xlstm_jax.dataset.tokenizers.loading import load_tokenizer
 
 
 class ParseLMEval(grain.transforms.Map):

@@ -15,7 +15,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.dataset.batch import TokenRange, find_token_ranges
 from xlstm_jax.dataset.prefetch import Prefetcher
 from xlstm_jax.dataset.states import check_keys
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 
 _BASE64 = "base64"
 _NUM_DRAWN = "num_drawn"

@@ -16,7 +16,7 @@ from xlstm_jax.dataset.text_documents import ColumnTexts, EncodedTexts, RecordTe
 from xlstm_jax.dataset.text_files import TextFiles
 from xlstm_jax.dataset.text_store import TextStore
 from xlstm_jax.dataset.token_shards import TokenShards, open_records, read_manifest
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.dataset.vocabulary_lookup import encoder_of, find_vocabulary, shard_folder
 
 LOGGER = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.dataset.batch import LLMBatch, TokenRange
 from xlstm_jax.dataset.configs import SyntheticDataConfig
 from xlstm_jax.dataset.states import check_keys
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 
 LENGTH_DEVIATION = 1.0
 """Standard deviation of the logarithm of document lengths, roughly that of web text."""

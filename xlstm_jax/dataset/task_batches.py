@@ -13,7 +13,7 @@ from xlstm_jax.dataset.formal_languages import TASKS, FormalTask, draw_example
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator, rows_of_process
 from xlstm_jax.dataset.states import check_keys
 from xlstm_jax.dataset.tasks import stack_examples
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 
 
 def task_vocabulary(config: FormalTaskDataConfig) -> Vocabulary:

@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from xlstm_jax.dataset.text_encoder import TextEncoder
 from xlstm_jax.dataset.token_shards import RecordShards
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 
 _SAMPLE = 256
 """How many rows of a data set tell it from others."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from xlstm_jax.dataset.compressors import compressed_bits_per_byte
 from xlstm_jax.dataset.configs import TextDataConfig
 from xlstm_jax.dataset.source_opening import open_source
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.dataset.vocabulary_lookup import encoder_of
 
 _BLOCK = 64

@@ -19,7 +19,7 @@ from xlstm_jax.dataset import DataIterator, LLMBatch, create_data_iterator, crea
 from xlstm_jax.dataset.configs import TextDataConfig
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.text_measures import TextMeasures, measure_text
-from xlstm_jax.dataset.vocabulary import MissingTokenizerError, Vocabulary
+from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError, Vocabulary
 from xlstm_jax.dataset.vocabulary_lookup import find_vocabulary
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.recipes.build import nearest

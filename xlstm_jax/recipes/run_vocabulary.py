@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.dataset.text_encoder import TextEncoder
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.utils.files import write_atomically
 
 VOCABULARY_FILE = "vocabulary.json"

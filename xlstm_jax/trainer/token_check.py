@@ -9,7 +9,7 @@ import numpy as np
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.batch import TokenRange, find_token_ranges
 from xlstm_jax.dataset.input_pipeline_interface import DataIterator as PackagedIterator
-from xlstm_jax.dataset.vocabulary import Vocabulary, check_vocabularies
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary, check_vocabularies
 
 
 class TokenCheck:

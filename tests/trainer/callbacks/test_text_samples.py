@@ -9,7 +9,7 @@ import pytest
 from trainer.runs import make_trainer, model_config
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.dataset.light_tokenizers import ByteTokenizer, train_tokenizer
+from xlstm_jax.dataset.tokenizers.light import ByteTokenizer, train_tokenizer
 from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
 from xlstm_jax.trainer.logger import Logger
 from xlstm_jax.trainer.logger.base_logger import LoggerTool

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from trainer.runs import make_trainer, model_config
 
-from xlstm_jax.dataset.light_tokenizers import ByteTokenizer
+from xlstm_jax.dataset.tokenizers.light import ByteTokenizer
 from xlstm_jax.trainer.eval.lmeval_extended_evaluation import LMEvalEvaluationConfig
 from xlstm_jax.utils.partitioned import is_partitioned, unboxed
 

@@ -8,7 +8,7 @@ import jax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.configs import ConfigDict, ConfigError
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.trainer.data_module import DataloaderModule
 
 

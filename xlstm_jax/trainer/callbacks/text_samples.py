@@ -13,9 +13,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.configs import ConfigError, check_seed, refuse_ignored
-from xlstm_jax.dataset.light_tokenizers import BYTE_TOKENIZER
-from xlstm_jax.dataset.text_encoder import TextEncoder
-from xlstm_jax.dataset.vocabulary import Vocabulary
+from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.inference.sampling import temperature_sampling
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule

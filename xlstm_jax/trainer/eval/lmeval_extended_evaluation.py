@@ -30,8 +30,8 @@ from xlstm_jax.dataset.grain_transforms import InferSegmentations
 from xlstm_jax.dataset.lmeval_dataset import HFTokenizeLogLikelihoodRolling, document_tokens
 from xlstm_jax.dataset.lmeval_pipeline import lmeval_preprocessing_pipeline
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator
-from xlstm_jax.dataset.text_encoder import TextEncoder
-from xlstm_jax.dataset.vocabulary import Vocabulary, check_vocabularies
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary, check_vocabularies
 from xlstm_jax.inference.sampling import temperature_sampling
 from xlstm_jax.trainer.callbacks.extended_evaluation import EvalState, ExtendedEvaluation, ExtendedEvaluationConfig
 from xlstm_jax.trainer.data_module import DataloaderModule

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
-from xlstm_jax.dataset.light_tokenizers import LightTokenizer, config_file, tokenizer_file
+from xlstm_jax.dataset.tokenizers.light import LightTokenizer, config_file, tokenizer_file
+from xlstm_jax.dataset.tokenizers.loading import load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

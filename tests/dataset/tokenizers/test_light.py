@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
-from xlstm_jax.dataset.light_tokenizers import (
+from xlstm_jax.dataset.tokenizers.light import (
     END_OF_DOCUMENT,
     ByteTokenizer,
     FileTokenizer,
     LightTokenizer,
     train_tokenizer,
 )
-from xlstm_jax.dataset.text_encoder import TextEncoder
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 
 TEXTS = [
     "Häuser und Bäume",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
-from xlstm_jax.dataset.text_encoder import TextEncoder
+from xlstm_jax.dataset.tokenizers.loading import load_tokenizer
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 
 LOGGER = logging.getLogger(__name__)
 

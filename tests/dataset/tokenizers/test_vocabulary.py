@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.dataset.light_tokenizers import train_tokenizer
-from xlstm_jax.dataset.text_encoder import TextEncoder
-from xlstm_jax.dataset.vocabulary import MissingTokenizerError, Vocabulary, check_vocabularies
+from xlstm_jax.dataset.tokenizers.light import train_tokenizer
+from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
+from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError, Vocabulary, check_vocabularies
 
 BYTES = Vocabulary.of_tokenizer(TextEncoder("byte"))
 OTHER = dataclasses.replace(BYTES, digest="1234", origin="another tokenizer")
