@@ -8,9 +8,9 @@ from dataset.corpora import ListedDocuments, random_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xlstm_jax.dataset.background.workers import WorkerPool
 from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments, Source
 from xlstm_jax.dataset.mixture import Mixture, WeightSchedule
-from xlstm_jax.dataset.workers import WorkerPool
 
 LONGEST = 30
 SOURCES = [Source(ListedDocuments(random_documents(seed, 40, LONGEST)), shuffle_seed=seed) for seed in range(3)]

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from grain.experimental import index_shuffle
 
+from xlstm_jax.dataset.background.workers import Pending, WorkerPool
 from xlstm_jax.dataset.token_shards import ShardError
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
-from xlstm_jax.dataset.workers import Pending, WorkerPool
 
 _FEW = 2**16
 """Permutations of fewer documents are kept in memory; those of more are computed place by place, which takes longer

@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.dataset.background.prefetch import Prefetcher
 from xlstm_jax.dataset.batch import TokenRange, find_token_ranges
-from xlstm_jax.dataset.prefetch import Prefetcher
 from xlstm_jax.dataset.states import check_keys
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 

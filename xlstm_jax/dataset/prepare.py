@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.background.workers import WorkerPool
 from xlstm_jax.dataset.text_files import BEGINNING, BadDataPolicy, BadDocument, OnBadData, Position
 from xlstm_jax.dataset.text_sources import Split, open_splits
 from xlstm_jax.dataset.text_store import TextStore, lock
@@ -44,7 +45,6 @@ from xlstm_jax.dataset.token_shards import (
 )
 from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER, train_tokenizer
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
-from xlstm_jax.dataset.workers import WorkerPool
 
 _MEGABYTE = 2**20
 _USUAL_NUM_SHARDS = 256

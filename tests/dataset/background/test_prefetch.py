@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from xlstm_jax.dataset.prefetch import Prefetcher
+from xlstm_jax.dataset.background.prefetch import Prefetcher
 
 
 def test_results_come_in_order_and_the_thread_is_no_further_ahead_than_it_may_be():

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import cloudpickle
@@ -98,7 +99,12 @@ class _Worker:
         payload = cloudpickle.dumps(function)  # also what a script has defined
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from xlstm_jax.dataset import workers; workers.serve()", str(theirs.fileno())],
+            [
+                sys.executable,
+                "-c",
+                "from xlstm_jax.dataset.background import workers; workers.serve()",
+                str(theirs.fileno()),
+            ],
             pass_fds=[theirs.fileno()],
             env={**os.environ, **_import_path(), **environment},
             stdin=subprocess.DEVNULL,
@@ -194,5 +200,5 @@ def _attempt(function: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
 
 def _import_path() -> dict[str, str]:
     """Return where a worker finds this package, also where it is not installed."""
-    package_parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    package_parent = str(Path(__file__).resolve().parents[3])
     return {"PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))}

@@ -11,7 +11,7 @@ import pytest
 from dataset.corpora import do_task
 from processes import is_running, wait_until
 
-from xlstm_jax.dataset.workers import WorkerPool
+from xlstm_jax.dataset.background.workers import WorkerPool
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +72,14 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path):
 import pathlib, sys
 from dataset.corpora import do_task
 from processes import is_running, wait_until
-from xlstm_jax.dataset.workers import WorkerPool
+from xlstm_jax.dataset.background.workers import WorkerPool
 pool = WorkerPool(do_task, 2)
 for name in sys.argv[1:]:
     pool.submit(pathlib.Path(name))
 sys.stdin.read()
 """
     files = [tmp_path / "first", tmp_path / "second"]
-    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3])
+    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[2:4])
     parent = subprocess.Popen(
         [sys.executable, "-c", script, *map(str, files)],
         env={**os.environ, "PYTHONPATH": path},
