@@ -36,8 +36,8 @@ from xlstm_jax.dataset import (
     create_data_iterator,
 )
 from xlstm_jax.dataset.prepare import prepare
+from xlstm_jax.dataset.shards.token_shards import TokenShards
 from xlstm_jax.dataset.standard_library import load_standard_library
-from xlstm_jax.dataset.token_shards import TokenShards
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 
 VOCAB_SIZE, ROUNDS = 4096, 5

@@ -18,7 +18,8 @@ from processes import TESTS, wait_until
 from xlstm_jax.cli import header
 from xlstm_jax.cli.main import main
 from xlstm_jax.dataset.prepare import prepare
-from xlstm_jax.dataset.token_shards import ShardError, read_manifest
+from xlstm_jax.dataset.shards.manifest import read_manifest
+from xlstm_jax.dataset.shards.records import ShardError
 from xlstm_jax.recipes import run_config
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_config import build_run

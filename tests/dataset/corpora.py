@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xlstm_jax.dataset.token_shards import ShardError
+from xlstm_jax.dataset.shards.records import ShardError
 
 
 class ListedDocuments:

@@ -17,8 +17,8 @@ from xlstm_jax.dataset import (
 from xlstm_jax.dataset.configs import DataConfig
 from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.prepare import prepare
+from xlstm_jax.dataset.shards.manifest import MANIFEST_FILE, read_manifest
 from xlstm_jax.dataset.text_measures import measure_text
-from xlstm_jax.dataset.token_shards import MANIFEST_FILE, read_manifest
 from xlstm_jax.dataset.tokenizers.light import train_tokenizer
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError

@@ -16,7 +16,7 @@ import numpy as np
 from drills.damage import run_command
 from drills.outcomes import Outcome, Result, judge_output, run_case
 
-from xlstm_jax.dataset.token_shards import TokenShards
+from xlstm_jax.dataset.shards.token_shards import TokenShards
 from xlstm_jax.dataset.tokenizers.light import ByteTokenizer
 
 TEXTS = ["The first of three documents.\n", "The second: ä, 漢, 🚢.\n", "The third.\n" * 20]

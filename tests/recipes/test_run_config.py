@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.configs import FormalTaskDataConfig, GrainArrayRecordsDataConfig, TextFilesDataConfig
 from xlstm_jax.dataset.prepare import prepare
-from xlstm_jax.dataset.token_shards import read_manifest
+from xlstm_jax.dataset.shards.manifest import read_manifest
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.recipes.compose import ROOT, change, compose, groups, initialized, register_run_id, resolved

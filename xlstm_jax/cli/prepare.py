@@ -8,7 +8,7 @@ from pathlib import Path
 from xlstm_jax.cli.screen import as_command, as_value, complain, describe_error, show
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.prepare import prepare
-from xlstm_jax.dataset.token_shards import Manifest
+from xlstm_jax.dataset.shards.manifest import Manifest
 from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from xlstm_jax.dataset.background.workers import Pending, WorkerPool
-from xlstm_jax.dataset.token_shards import ShardError
+from xlstm_jax.dataset.shards.records import ShardError
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 
 _FEW = 2**16

@@ -26,23 +26,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.background.workers import WorkerPool
-from xlstm_jax.dataset.text_files import BEGINNING, BadDataPolicy, BadDocument, OnBadData, Position
-from xlstm_jax.dataset.text_sources import Split, open_splits
-from xlstm_jax.dataset.text_store import TextStore, lock
-from xlstm_jax.dataset.token_shards import (
+from xlstm_jax.dataset.shards.manifest import (
     MANIFEST_FILE,
-    SHARD_SUFFIX,
     TOKENIZER_FOLDER,
     Manifest,
     Shard,
-    find_damage,
-    find_problem,
-    find_shards,
     read_manifest,
-    shard_number,
     write_manifest,
-    write_shard,
 )
+from xlstm_jax.dataset.shards.records import SHARD_SUFFIX, find_shards, shard_number
+from xlstm_jax.dataset.shards.token_shards import find_damage, find_problem, write_shard
+from xlstm_jax.dataset.text_files import BEGINNING, BadDataPolicy, BadDocument, OnBadData, Position
+from xlstm_jax.dataset.text_sources import Split, open_splits
+from xlstm_jax.dataset.text_store import TextStore, lock
 from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER, train_tokenizer
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 

@@ -7,8 +7,8 @@ import grain
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.configs import HFHubDataConfig
+from xlstm_jax.dataset.shards.records import find_shards, shard_number
 from xlstm_jax.dataset.text_documents import is_saved_dataset
-from xlstm_jax.dataset.token_shards import find_shards, shard_number
 
 if TYPE_CHECKING:
     import datasets

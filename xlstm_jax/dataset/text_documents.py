@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from xlstm_jax.dataset.token_shards import RecordShards
+from xlstm_jax.dataset.shards.records import RecordShards
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 
 _SAMPLE = 256

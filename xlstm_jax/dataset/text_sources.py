@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.shards.manifest import MANIFEST_FILE, read_manifest
+from xlstm_jax.dataset.shards.records import find_shards, open_records, spread_numbers
 from xlstm_jax.dataset.text_documents import ColumnTexts, is_saved_dataset
 from xlstm_jax.dataset.text_files import (
     BEGINNING,
@@ -21,7 +23,6 @@ from xlstm_jax.dataset.text_files import (
     check_text,
     cut_at_lines,
 )
-from xlstm_jax.dataset.token_shards import MANIFEST_FILE, find_shards, open_records, read_manifest, spread_numbers
 
 STANDARD_LIBRARY = "stdlib"
 """The source that is Python's standard library."""

@@ -16,7 +16,7 @@ from xlstm_jax.dataset.configs import (
     TextDataConfig,
     TextFilesDataConfig,
 )
-from xlstm_jax.dataset.token_shards import TOKENIZER_FOLDER
+from xlstm_jax.dataset.shards.manifest import TOKENIZER_FOLDER
 from xlstm_jax.dataset.vocabulary_lookup import given_tokenizer
 from xlstm_jax.import_utils import resolve_import
 from xlstm_jax.recipes.build import build, nearest

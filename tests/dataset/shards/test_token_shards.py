@@ -15,18 +15,9 @@ import pytest
 from array_record.python import array_record_module
 
 from xlstm_jax.dataset.grain_transforms import ParseTokenizedArrayRecords
-from xlstm_jax.dataset.token_shards import (
-    Manifest,
-    RecordShards,
-    Shard,
-    ShardError,
-    TokenShards,
-    find_shards,
-    read_manifest,
-    verify,
-    write_manifest,
-    write_shard,
-)
+from xlstm_jax.dataset.shards.manifest import Manifest, Shard, read_manifest, write_manifest
+from xlstm_jax.dataset.shards.records import RecordShards, ShardError, find_shards
+from xlstm_jax.dataset.shards.token_shards import TokenShards, verify, write_shard
 
 MANIFEST = Manifest(
     tokenizer_path="byte",
@@ -146,7 +137,7 @@ def test_more_files_can_be_open_than_the_process_was_allowed_to(tmp_path):
     for number in range(1, 80):
         os.link(tmp_path / "x_0.arecord", tmp_path / f"x_{number}.arecord")
     code = (
-        "import resource, sys; from xlstm_jax.dataset.token_shards import TokenShards\n"
+        "import resource, sys; from xlstm_jax.dataset.shards.token_shards import TokenShards\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (60, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
         "print(len(TokenShards(sys.argv[1]).read(range(80))))"
     )

@@ -1,0 +1,1 @@
+"""Shards of records on disk: what `prepare` writes and training reads."""
