@@ -25,7 +25,7 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree, TrainState
 from xlstm_jax.dataset.batch import LLMBatch
-from xlstm_jax.dataset.tasks import Task, draw_batch, draw_parity, draw_recall
+from xlstm_jax.dataset.tasks.examples import Task, draw_batch, draw_parity, draw_recall
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig, build_optimizer
 

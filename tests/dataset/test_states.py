@@ -2,15 +2,15 @@
 
 import grain
 import pytest
+from dataset.tasks.test_batches import PARITY
 from dataset.test_ordered_batches import make_batches
 from dataset.test_synthetic_dataloading import make_iterator
-from dataset.test_task_batches import PARITY
 from meshes import make_mesh
 
 from xlstm_jax.dataset import FormalTaskDataConfig
 from xlstm_jax.dataset.grain_batch_rampup import BatchRampUpIterDataset, constant_rampup_schedule
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator
-from xlstm_jax.dataset.task_batches import TaskBatches
+from xlstm_jax.dataset.tasks.batches import TaskBatches
 
 ITERATORS = {
     "synthetic": make_iterator,

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, SyntheticDataConfig, TextDataConfig
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator
 from xlstm_jax.dataset.synthetic_dataloading import SyntheticDataIterator
-from xlstm_jax.dataset.task_batches import make_task_iterator
+from xlstm_jax.dataset.tasks.batches import make_task_iterator
 
 DataIterator = MultiHostDataLoadIterator | SyntheticDataIterator
 """Yields global batches, epoch after epoch, and can say where it is."""

@@ -15,7 +15,7 @@ from xlstm_jax.dataset.configs import (
 )
 from xlstm_jax.dataset.shards.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, read_manifest
 from xlstm_jax.dataset.synthetic_dataloading import synthetic_vocabulary
-from xlstm_jax.dataset.task_batches import task_vocabulary
+from xlstm_jax.dataset.tasks.batches import task_vocabulary
 from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER, tokenizer_file
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from xlstm_jax.dataset.batch import LLMBatch
-from xlstm_jax.dataset.tasks import Example, draw_recall, stack_examples
+from xlstm_jax.dataset.tasks.examples import Example, draw_recall, stack_examples
 
 BLANK, QUESTION, STOP = " ?."
 """The first tokens of every language; the blank pads rows."""

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xlstm_jax.dataset import formal_languages
-from xlstm_jax.dataset.formal_languages import TASKS, Language, Recall, draw_example, generate
-from xlstm_jax.dataset.tasks import draw_recall
+from xlstm_jax.dataset.tasks import formal_languages
+from xlstm_jax.dataset.tasks.examples import draw_recall
+from xlstm_jax.dataset.tasks.formal_languages import TASKS, Language, Recall, draw_example, generate
 
 LANGUAGES = {name: task for name, task in TASKS.items() if isinstance(task, Language)}
 EACH_LANGUAGE = pytest.mark.parametrize("name", LANGUAGES)

@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.dataset.configs import FormalTaskDataConfig
-from xlstm_jax.dataset.formal_languages import TASKS, FormalTask, draw_example
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator, rows_of_process
 from xlstm_jax.dataset.states import check_keys
-from xlstm_jax.dataset.tasks import stack_examples
+from xlstm_jax.dataset.tasks.examples import stack_examples
+from xlstm_jax.dataset.tasks.formal_languages import TASKS, FormalTask, draw_example
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 
 

@@ -8,8 +8,8 @@ import pytest
 from meshes import make_mesh
 
 from xlstm_jax.dataset import FormalTaskDataConfig, create_data_iterator
-from xlstm_jax.dataset.formal_languages import TASKS, generate
-from xlstm_jax.dataset.task_batches import TaskBatches
+from xlstm_jax.dataset.tasks.batches import TaskBatches
+from xlstm_jax.dataset.tasks.formal_languages import TASKS, generate
 
 PARITY = {"task": "parity", "min_length": 2, "max_length": 9, "global_batch_size": 8, "num_batches": 3}
 MESH = make_mesh(dp=2, fsdp=2)

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from xlstm_jax.dataset.tasks import Example, draw_batch, draw_parity, draw_recall
+from xlstm_jax.dataset.tasks.examples import Example, draw_batch, draw_parity, draw_recall
 
 RECALL = functools.partial(draw_recall, num_pairs=3, num_keys=5, num_values=4)
 TASKS = pytest.mark.parametrize("task", [draw_parity, RECALL], ids=["parity", "recall"])

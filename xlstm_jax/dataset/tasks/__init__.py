@@ -1,0 +1,1 @@
+"""Tasks with exact answers, drawn from a seed: formal languages, parity and associative recall."""
