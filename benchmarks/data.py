@@ -37,7 +37,7 @@ from xlstm_jax.dataset import (
 )
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.shards.token_shards import TokenShards
-from xlstm_jax.dataset.standard_library import load_standard_library
+from xlstm_jax.dataset.sources.standard_library import load_standard_library
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 
 VOCAB_SIZE, ROUNDS = 4096, 5

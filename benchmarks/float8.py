@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from train_step import MODELS, build
 
 from xlstm_jax.dataset.batch import LLMBatch
-from xlstm_jax.dataset.standard_library import load_standard_library
+from xlstm_jax.dataset.sources.standard_library import load_standard_library
 from xlstm_jax.trainer.metrics import get_metrics
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 from xlstm_jax.trainer.optimizer.scheduler import SchedulerConfig

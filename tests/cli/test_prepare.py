@@ -8,7 +8,7 @@ import pytest
 
 from xlstm_jax.cli import prepare as command_module
 from xlstm_jax.cli.main import main
-from xlstm_jax.dataset.source_opening import open_source
+from xlstm_jax.dataset.sources.registry import open_source
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_config import build_run
 

@@ -9,7 +9,8 @@ from dataset.corpora import FaultyDocuments, ListedDocuments, MissingDocuments
 
 from xlstm_jax.dataset import document_stream
 from xlstm_jax.dataset.background.workers import WorkerPool
-from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments, Source
+from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments
+from xlstm_jax.dataset.sources.source import Source
 
 NUMBER = 200  # more than are read at a time
 

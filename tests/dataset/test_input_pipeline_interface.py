@@ -26,7 +26,7 @@ from xlstm_jax.dataset.grain_data_processing import make_grain_iterator
 from xlstm_jax.dataset.grain_transforms import ParseTokenizedArrayRecords
 from xlstm_jax.dataset.input_pipeline_interface import get_process_loading_data
 from xlstm_jax.dataset.prepare import prepare
-from xlstm_jax.dataset.standard_library import load_standard_library, yardsticks
+from xlstm_jax.dataset.sources.standard_library import load_standard_library, yardsticks
 from xlstm_jax.dataset.tokenizers.light import train_tokenizer
 
 ROWS, LENGTH, END = 8, 16, 256

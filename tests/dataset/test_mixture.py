@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xlstm_jax.dataset.background.workers import WorkerPool
-from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments, Source
+from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments
 from xlstm_jax.dataset.mixture import Mixture, WeightSchedule
+from xlstm_jax.dataset.sources.source import Source
 
 LONGEST = 30
 SOURCES = [Source(ListedDocuments(random_documents(seed, 40, LONGEST)), shuffle_seed=seed) for seed in range(3)]

@@ -9,10 +9,10 @@ from dataset.corpora import FaultyDocuments, ListedDocuments, random_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xlstm_jax.dataset.document_stream import Source
 from xlstm_jax.dataset.grain_batch_rampup import stepwise_rampup_schedule
 from xlstm_jax.dataset.mixture import WeightSchedule
 from xlstm_jax.dataset.ordered_batches import BatchOrder, OrderedBatches
+from xlstm_jax.dataset.sources.source import Source
 
 ROWS, LENGTH, END = 8, 12, 999_999
 DOCUMENTS = [random_documents(seed, 60, first_token=1 + 100_000 * seed) for seed in range(2)]

@@ -9,8 +9,8 @@ from dataset.corpora import random_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xlstm_jax.dataset.document_stream import Document
 from xlstm_jax.dataset.packing import FirstFitPacking, Piece, StreamPacking, make_batch
+from xlstm_jax.dataset.sources.source import Document
 
 END = 999_999
 LENGTH = 8

@@ -18,8 +18,8 @@ from xlstm_jax.dataset import prepare as module
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.shards.manifest import read_manifest, write_manifest
 from xlstm_jax.dataset.shards.token_shards import TokenShards, verify, write_shard
-from xlstm_jax.dataset.standard_library import load_standard_library
-from xlstm_jax.dataset.text_store import lock
+from xlstm_jax.dataset.sources.standard_library import load_standard_library
+from xlstm_jax.dataset.sources.text_store import lock
 from xlstm_jax.dataset.tokenizers.light import ByteTokenizer, FileTokenizer, train_tokenizer
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 

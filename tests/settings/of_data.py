@@ -10,7 +10,7 @@ import numpy as np
 from meshes import make_mesh
 from settings.cases import Beside, Recorder, World, cases
 
-from xlstm_jax.dataset import create_data_iterator, ordered_pipeline, record_files, source_opening, vocabulary_lookup
+from xlstm_jax.dataset import create_data_iterator, ordered_pipeline
 from xlstm_jax.dataset.configs import (
     FormalTaskDataConfig,
     GrainArrayRecordsDataConfig,
@@ -19,6 +19,7 @@ from xlstm_jax.dataset.configs import (
     SyntheticDataConfig,
     TextFilesDataConfig,
 )
+from xlstm_jax.dataset.sources import huggingface, registry, vocabulary_lookup
 from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
@@ -62,7 +63,7 @@ def load_from_hub(config, world: World):
     """Record what the library `datasets` is asked for."""
     library = Recorder(answers={"DatasetDict": dict})
     world.monkeypatch.setitem(sys.modules, "datasets", library)
-    record_files.load_huggingface_dataset(config)
+    huggingface.load_huggingface_dataset(config)
     return library.calls
 
 
@@ -70,12 +71,12 @@ def open_records(config, world: World):
     """Record which records are opened, and how."""
     opened = Recorder()
     for name in ("TokenShards", "open_records", "RecordTexts", "EncodedTexts"):
-        world.monkeypatch.setattr(source_opening, name, getattr(opened, name))
-    world.monkeypatch.setattr(source_opening, "read_manifest", lambda _: None)
+        world.monkeypatch.setattr(registry, name, getattr(opened, name))
+    world.monkeypatch.setattr(registry, "read_manifest", lambda _: None)
     if config.tokenize_data:
-        source_opening._open_texts(config)
+        registry._open_texts(config)
     else:
-        source_opening.TokenShards(source_opening.shard_folder(config))
+        registry.TokenShards(registry.shard_folder(config))
     return opened.calls
 
 
@@ -83,9 +84,9 @@ def read_standard_library(config, world: World):
     """Return the documents of a standard library of two."""
     train, validation = ([SimpleNamespace(content=name)] for name in (b"train", b"validation"))
     corpus = SimpleNamespace(train=train, validation=validation, describe=str)
-    world.monkeypatch.setattr(source_opening, "load_standard_library", lambda: corpus)
-    world.monkeypatch.setattr(source_opening, "yardsticks", lambda _: {})
-    return source_opening._read_standard_library(config.split)
+    world.monkeypatch.setattr(registry, "load_standard_library", lambda: corpus)
+    world.monkeypatch.setattr(registry, "yardsticks", lambda _: {})
+    return registry._read_standard_library(config.split)
 
 
 TEXT = {"data_path": "good.jsonl", "global_batch_size": 2, "max_target_length": 16, "tokenizer_path": "byte"}

@@ -183,7 +183,7 @@ def _vocabulary_of(folder: Path, tokenizer_path: str | None) -> Any:
 
 def _tokenizer_of(folder: Path, kept: Any) -> str:
     """Return the tokenizer of a run: that of its data, or where it was when the run was started last."""
-    from xlstm_jax.dataset.vocabulary_lookup import find_vocabulary, is_local
+    from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary, is_local
     from xlstm_jax.recipes.compose import resolved
     from xlstm_jax.recipes.data import read_data
     from xlstm_jax.recipes.run import read_settings

@@ -12,8 +12,8 @@ from rich.text import Text
 from xlstm_jax.cli.gpu_check import gpu_problem
 from xlstm_jax.cli.gpu_memory import current_fraction
 from xlstm_jax.cli.screen import as_command, as_typed
-from xlstm_jax.dataset.compressors import PRIMED_XZ
-from xlstm_jax.dataset.text_measures import TextMeasures
+from xlstm_jax.dataset.sources.compressors import PRIMED_XZ
+from xlstm_jax.dataset.sources.text_measures import TextMeasures
 from xlstm_jax.kernels.attention.api import mosaic_problem
 from xlstm_jax.kernels.mlstm.api import choose_backend as choose_mlstm
 from xlstm_jax.kernels.slstm.api import choose_backend as choose_slstm

@@ -28,8 +28,8 @@ from xlstm_jax.dataset.grain_transforms import (
 )
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator
 from xlstm_jax.dataset.ordered_pipeline import make_ordered_iterator
-from xlstm_jax.dataset.record_files import load_array_record_dataset as load_array_record_dataset
-from xlstm_jax.dataset.record_files import load_huggingface_dataset as load_huggingface_dataset
+from xlstm_jax.dataset.shards.records import find_shards, shard_number
+from xlstm_jax.dataset.sources.huggingface import load_huggingface_dataset as load_huggingface_dataset
 from xlstm_jax.dataset.tokenizers.loading import load_tokenizer
 
 
@@ -168,6 +168,29 @@ def preprocess_dataset(
     if max_steps_per_epoch is not None:
         source = PaddedDataset(source, min(len(source), max_steps_per_epoch * global_batch_size), data_column_name)
     return rows, source
+
+
+def load_array_record_dataset(
+    dataset_path: Path | str, file_extension: str = ".arecord"
+) -> grain.sources.ArrayRecordDataSource:
+    """Open the ArrayRecord files of a folder, in the order of the numbers that their names end with.
+
+    Args:
+        dataset_path: The folder, with files such as `train_000000.arecord`.
+        file_extension: How the names of the files end.
+
+    Returns:
+        The records of all files.
+    """
+    folder = Path(dataset_path)
+    if not folder.is_dir():
+        raise ValueError(f"There is no folder {folder}, to read files *_NNNNNN{file_extension} from.")
+    files = find_shards(folder, file_extension)
+    if not files:
+        raise ValueError(f"The folder {folder} has no files *_NNNNNN{file_extension}.")
+    if shard_number(files[0], file_extension) is None:
+        raise ValueError(f"The name of {files[0]} must end with the number of its shard, *_NNNNNN{file_extension}.")
+    return grain.sources.ArrayRecordDataSource([str(file) for file in files])
 
 
 class PaddedDataset(grain.sources.RandomAccessDataSource):

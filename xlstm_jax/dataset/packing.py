@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from xlstm_jax.dataset.batch import LLMBatch
-from xlstm_jax.dataset.document_stream import Document
+from xlstm_jax.dataset.sources.source import Document
 
 
 class Piece(NamedTuple):

@@ -36,9 +36,9 @@ from xlstm_jax.dataset.shards.manifest import (
 )
 from xlstm_jax.dataset.shards.records import SHARD_SUFFIX, find_shards, shard_number
 from xlstm_jax.dataset.shards.token_shards import find_damage, find_problem, write_shard
-from xlstm_jax.dataset.text_files import BEGINNING, BadDataPolicy, BadDocument, OnBadData, Position
+from xlstm_jax.dataset.sources.text_files import BEGINNING, BadDataPolicy, BadDocument, OnBadData, Position
+from xlstm_jax.dataset.sources.text_store import TextStore, lock
 from xlstm_jax.dataset.text_sources import Split, open_splits
-from xlstm_jax.dataset.text_store import TextStore, lock
 from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER, train_tokenizer
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 

@@ -13,8 +13,7 @@ import numpy as np
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.shards.manifest import MANIFEST_FILE, read_manifest
 from xlstm_jax.dataset.shards.records import find_shards, open_records, spread_numbers
-from xlstm_jax.dataset.text_documents import ColumnTexts, is_saved_dataset
-from xlstm_jax.dataset.text_files import (
+from xlstm_jax.dataset.sources.text_files import (
     BEGINNING,
     BadDataPolicy,
     OnBadData,
@@ -23,6 +22,7 @@ from xlstm_jax.dataset.text_files import (
     check_text,
     cut_at_lines,
 )
+from xlstm_jax.dataset.sources.texts import ColumnTexts, is_saved_dataset
 
 STANDARD_LIBRARY = "stdlib"
 """The source that is Python's standard library."""
@@ -196,7 +196,7 @@ def _split_names(paths: Sequence[str], split: str | None, validation_share: floa
 
 def _open_standard_library(split: str, on_bad_data: OnBadData, max_document_bytes: int | None) -> TextSource:
     """Open a split, of which files for training are cut as other plain text is; those for validation stay whole."""
-    from xlstm_jax.dataset.standard_library import count_bytes, load_standard_library
+    from xlstm_jax.dataset.sources.standard_library import count_bytes, load_standard_library
 
     if split not in _BOTH_SPLITS:
         raise ConfigError(f"The standard library has no split {split!r}, only {' and '.join(_BOTH_SPLITS)}.")
@@ -218,7 +218,7 @@ def _open_standard_library(split: str, on_bad_data: OnBadData, max_document_byte
 
 def _open_dataset(path: str, split: str, column: str, on_bad_data: OnBadData) -> TextSource:
     from xlstm_jax.dataset.configs import HFHubDataConfig
-    from xlstm_jax.dataset.record_files import load_huggingface_dataset
+    from xlstm_jax.dataset.sources.huggingface import load_huggingface_dataset
 
     dataset: Any = load_huggingface_dataset(HFHubDataConfig(hf_path=path, split=split, global_batch_size=1))
     digest = ColumnTexts(dataset, column).digest

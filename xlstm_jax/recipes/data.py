@@ -17,7 +17,7 @@ from xlstm_jax.dataset.configs import (
     TextFilesDataConfig,
 )
 from xlstm_jax.dataset.shards.manifest import TOKENIZER_FOLDER
-from xlstm_jax.dataset.vocabulary_lookup import given_tokenizer
+from xlstm_jax.dataset.sources.vocabulary_lookup import given_tokenizer
 from xlstm_jax.import_utils import resolve_import
 from xlstm_jax.recipes.build import build, nearest
 from xlstm_jax.recipes.ignored_data import DataSet, Layer, check_layers, check_prepared

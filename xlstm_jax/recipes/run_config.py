@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xlstm_jax.configs import ConfigDict, ConfigError, describe_ignored, refuse_ignored
+from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary, is_at_hand, is_local
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary, check_vocabularies
-from xlstm_jax.dataset.vocabulary_lookup import find_vocabulary, is_at_hand, is_local
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.shared.feedforward import round_up
 from xlstm_jax.planning.setup import Setup

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xlstm_jax.dataset.text_store import TextStore
+from xlstm_jax.dataset.sources.text_store import TextStore
 
 TEXTS = ["first", "", "dritter: Bäume € 😀\r\n", "x" * 1000]
 BUILD_AND_WAIT = """
 import sys, time
-from xlstm_jax.dataset.text_store import TextStore
+from xlstm_jax.dataset.sources.text_store import TextStore
 store = TextStore.build(["some text"], sys.argv[1])
 print(store.path, flush=True)
 {then}

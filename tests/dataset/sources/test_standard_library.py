@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xlstm_jax.dataset.standard_library import (
+from xlstm_jax.dataset.sources.standard_library import (
     VALIDATION_SHARE,
     Corpus,
     Document,
@@ -136,7 +136,7 @@ def test_the_running_python_has_millions_of_bytes_and_some_of_them_to_validate(c
 
 
 def test_the_corpus_of_the_running_python_is_the_same_in_another_process(corpus):
-    code = "from xlstm_jax.dataset.standard_library import *; print(load_standard_library().describe())"
+    code = "from xlstm_jax.dataset.sources.standard_library import *; print(load_standard_library().describe())"
     process = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
     assert process.stdout.strip() == corpus.describe()
 

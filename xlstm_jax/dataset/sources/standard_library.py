@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from xlstm_jax.dataset.compressors import compressed_bits_per_byte
+from xlstm_jax.dataset.sources.compressors import compressed_bits_per_byte
 
 LOGGER = logging.getLogger(__name__)
 VALIDATION_SHARE = 0.05

@@ -18,11 +18,11 @@ from xlstm_jax.dataset.configs import DataConfig
 from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.shards.manifest import MANIFEST_FILE, read_manifest
-from xlstm_jax.dataset.text_measures import measure_text
+from xlstm_jax.dataset.sources.text_measures import measure_text
+from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary, is_at_hand
 from xlstm_jax.dataset.tokenizers.light import train_tokenizer
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError
-from xlstm_jax.dataset.vocabulary_lookup import find_vocabulary, is_at_hand
 
 TEXTS = [f"Text {index} has words, and some words more.\n" for index in range(40)]
 BATCHES = {"global_batch_size": 4, "max_target_length": 16}

@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from xlstm_jax.dataset.compressors import compressed_bits_per_byte
 from xlstm_jax.dataset.configs import TextDataConfig
-from xlstm_jax.dataset.source_opening import open_source
+from xlstm_jax.dataset.sources.compressors import compressed_bits_per_byte
+from xlstm_jax.dataset.sources.registry import open_source
+from xlstm_jax.dataset.sources.vocabulary_lookup import encoder_of
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
-from xlstm_jax.dataset.vocabulary_lookup import encoder_of
 
 _BLOCK = 64
 """How many documents are read at a time."""

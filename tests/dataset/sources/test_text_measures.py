@@ -7,7 +7,7 @@ import pytest
 
 from xlstm_jax.dataset.configs import GrainArrayRecordsDataConfig, TextFilesDataConfig
 from xlstm_jax.dataset.prepare import prepare
-from xlstm_jax.dataset.text_measures import measure_text
+from xlstm_jax.dataset.sources.text_measures import measure_text
 
 TEXTS = ["Ein Satz mit Umlauten: äöü. " * 20, "Another text, " * 30, "x"]
 

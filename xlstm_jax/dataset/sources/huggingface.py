@@ -1,40 +1,13 @@
-"""Data sets that others have written: ArrayRecord files, and what the library `datasets` reads."""
+"""Data sets that the library `datasets` reads, from the Hugging Face hub or from disk."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import grain
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.configs import HFHubDataConfig
-from xlstm_jax.dataset.shards.records import find_shards, shard_number
-from xlstm_jax.dataset.text_documents import is_saved_dataset
+from xlstm_jax.dataset.sources.texts import is_saved_dataset
 
 if TYPE_CHECKING:
     import datasets
-
-
-def load_array_record_dataset(
-    dataset_path: Path | str, file_extension: str = ".arecord"
-) -> grain.sources.ArrayRecordDataSource:
-    """Open the ArrayRecord files of a folder, in the order of the numbers that their names end with.
-
-    Args:
-        dataset_path: The folder, with files such as `train_000000.arecord`.
-        file_extension: How the names of the files end.
-
-    Returns:
-        The records of all files.
-    """
-    folder = Path(dataset_path)
-    if not folder.is_dir():
-        raise ValueError(f"There is no folder {folder}, to read files *_NNNNNN{file_extension} from.")
-    files = find_shards(folder, file_extension)
-    if not files:
-        raise ValueError(f"The folder {folder} has no files *_NNNNNN{file_extension}.")
-    if shard_number(files[0], file_extension) is None:
-        raise ValueError(f"The name of {files[0]} must end with the number of its shard, *_NNNNNN{file_extension}.")
-    return grain.sources.ArrayRecordDataSource([str(file) for file in files])
 
 
 def load_huggingface_dataset(config: HFHubDataConfig) -> "datasets.Dataset":

@@ -9,17 +9,17 @@ from xlstm_jax.dataset.configs import (
     TextDataConfig,
     TextFilesDataConfig,
 )
-from xlstm_jax.dataset.document_stream import Documents, Source
-from xlstm_jax.dataset.record_files import load_huggingface_dataset
 from xlstm_jax.dataset.shards.manifest import read_manifest
 from xlstm_jax.dataset.shards.records import open_records
 from xlstm_jax.dataset.shards.token_shards import TokenShards
-from xlstm_jax.dataset.standard_library import load_standard_library, yardsticks
-from xlstm_jax.dataset.text_documents import ColumnTexts, EncodedTexts, RecordTexts, Texts
-from xlstm_jax.dataset.text_files import TextFiles
-from xlstm_jax.dataset.text_store import TextStore
+from xlstm_jax.dataset.sources.huggingface import load_huggingface_dataset
+from xlstm_jax.dataset.sources.source import Documents, Source
+from xlstm_jax.dataset.sources.standard_library import load_standard_library, yardsticks
+from xlstm_jax.dataset.sources.text_files import TextFiles
+from xlstm_jax.dataset.sources.text_store import TextStore
+from xlstm_jax.dataset.sources.texts import ColumnTexts, EncodedTexts, RecordTexts, Texts
+from xlstm_jax.dataset.sources.vocabulary_lookup import encoder_of, find_vocabulary, shard_folder
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
-from xlstm_jax.dataset.vocabulary_lookup import encoder_of, find_vocabulary, shard_folder
 
 LOGGER = logging.getLogger(__name__)
 

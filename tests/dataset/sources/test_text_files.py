@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xlstm_jax.dataset.text_files import TextFiles
+from xlstm_jax.dataset.sources.text_files import TextFiles
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
