@@ -16,7 +16,9 @@ from xlstm_jax.dataset.background.workers import WorkerPool
 from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments
 from xlstm_jax.dataset.mixture import Mixture, WeightSchedule
-from xlstm_jax.dataset.packing import FirstFitPacking, Packing, StreamPacking, make_batch
+from xlstm_jax.dataset.packing.first_fit import FirstFitPacking
+from xlstm_jax.dataset.packing.rows import Packing, make_batch
+from xlstm_jax.dataset.packing.stream import StreamPacking
 from xlstm_jax.dataset.sources.source import Source
 from xlstm_jax.dataset.states import check_keys
 

@@ -9,7 +9,9 @@ from dataset.corpora import random_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xlstm_jax.dataset.packing import FirstFitPacking, Piece, StreamPacking, make_batch
+from xlstm_jax.dataset.packing.first_fit import FirstFitPacking
+from xlstm_jax.dataset.packing.rows import Piece, make_batch
+from xlstm_jax.dataset.packing.stream import StreamPacking
 from xlstm_jax.dataset.sources.source import Document
 
 END = 999_999

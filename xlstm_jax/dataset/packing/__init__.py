@@ -1,0 +1,1 @@
+"""Packing: how documents are laid out in the rows of batches."""
