@@ -10,7 +10,7 @@ from dataset.corpora import ListedDocuments
 from tolerances import assert_close
 
 from xlstm_jax.dataset.grain_batch_rampup import constant_rampup_schedule
-from xlstm_jax.dataset.ordered_batches import BatchOrder, OrderedBatches
+from xlstm_jax.dataset.order.batches import BatchOrder, OrderedBatches
 from xlstm_jax.dataset.sources.source import Source
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig

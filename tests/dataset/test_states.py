@@ -2,8 +2,8 @@
 
 import grain
 import pytest
+from dataset.order.test_batches import make_batches
 from dataset.tasks.test_batches import PARITY
-from dataset.test_ordered_batches import make_batches
 from dataset.test_synthetic_dataloading import make_iterator
 from meshes import make_mesh
 

@@ -10,7 +10,7 @@ import numpy as np
 from meshes import make_mesh
 from settings.cases import Beside, Recorder, World, cases
 
-from xlstm_jax.dataset import create_data_iterator, ordered_pipeline
+from xlstm_jax.dataset import create_data_iterator
 from xlstm_jax.dataset.configs import (
     FormalTaskDataConfig,
     GrainArrayRecordsDataConfig,
@@ -19,6 +19,7 @@ from xlstm_jax.dataset.configs import (
     SyntheticDataConfig,
     TextFilesDataConfig,
 )
+from xlstm_jax.dataset.order import pipeline
 from xlstm_jax.dataset.sources import huggingface, registry, vocabulary_lookup
 from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
 from xlstm_jax.models.configs import ModelConfig
@@ -56,7 +57,7 @@ def make_encoder(config, world: World):
 def name_sets(config, world: World):
     """Return what sets are called in statistics."""
     del world
-    return ordered_pipeline._names([config])
+    return pipeline._names([config])
 
 
 def load_from_hub(config, world: World):

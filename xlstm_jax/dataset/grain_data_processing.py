@@ -27,7 +27,7 @@ from xlstm_jax.dataset.grain_transforms import (
     ShiftData,
 )
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator
-from xlstm_jax.dataset.ordered_pipeline import make_ordered_iterator
+from xlstm_jax.dataset.order.pipeline import make_ordered_iterator
 from xlstm_jax.dataset.shards.records import find_shards, shard_number
 from xlstm_jax.dataset.sources.huggingface import load_huggingface_dataset as load_huggingface_dataset
 from xlstm_jax.dataset.tokenizers.loading import load_tokenizer

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xlstm_jax.dataset.grain_batch_rampup import stepwise_rampup_schedule
-from xlstm_jax.dataset.mixture import WeightSchedule
-from xlstm_jax.dataset.ordered_batches import BatchOrder, OrderedBatches
+from xlstm_jax.dataset.order.batches import BatchOrder, OrderedBatches
+from xlstm_jax.dataset.order.mixture import WeightSchedule
 from xlstm_jax.dataset.sources.source import Source
 
 ROWS, LENGTH, END = 8, 12, 999_999

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from dataset.corpora import FaultyDocuments, ListedDocuments, MissingDocuments
 
-from xlstm_jax.dataset import document_stream
 from xlstm_jax.dataset.background.workers import WorkerPool
-from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments
+from xlstm_jax.dataset.order import document_stream
+from xlstm_jax.dataset.order.document_stream import DocumentStream, ReadDocuments
 from xlstm_jax.dataset.sources.source import Source
 
 NUMBER = 200  # more than are read at a time

@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.configs import GrainArrayRecordsDataConfig, TextDataConfig
 from xlstm_jax.dataset.grain_batch_rampup import create_batch_rampup_schedule
-from xlstm_jax.dataset.mixture import WeightSchedule
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator, rows_of_process
-from xlstm_jax.dataset.ordered_batches import BatchOrder, OrderedBatches
+from xlstm_jax.dataset.order.batches import BatchOrder, OrderedBatches
+from xlstm_jax.dataset.order.mixture import WeightSchedule
 from xlstm_jax.dataset.sources.registry import first_input, open_source
 from xlstm_jax.dataset.sources.source import Source
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xlstm_jax.dataset.background.workers import WorkerPool
-from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments
-from xlstm_jax.dataset.mixture import Mixture, WeightSchedule
+from xlstm_jax.dataset.order.document_stream import DocumentStream, ReadDocuments
+from xlstm_jax.dataset.order.mixture import Mixture, WeightSchedule
 from xlstm_jax.dataset.sources.source import Source
 
 LONGEST = 30

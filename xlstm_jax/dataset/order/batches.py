@@ -14,8 +14,8 @@ import numpy as np
 
 from xlstm_jax.dataset.background.workers import WorkerPool
 from xlstm_jax.dataset.batch import LLMBatch
-from xlstm_jax.dataset.document_stream import DocumentStream, ReadDocuments
-from xlstm_jax.dataset.mixture import Mixture, WeightSchedule
+from xlstm_jax.dataset.order.document_stream import DocumentStream, ReadDocuments
+from xlstm_jax.dataset.order.mixture import Mixture, WeightSchedule
 from xlstm_jax.dataset.packing.first_fit import FirstFitPacking
 from xlstm_jax.dataset.packing.rows import Packing, make_batch
 from xlstm_jax.dataset.packing.stream import StreamPacking

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xlstm_jax.dataset.document_stream import DocumentStream
+from xlstm_jax.dataset.order.document_stream import DocumentStream
 from xlstm_jax.dataset.sources.source import Document
 
 
