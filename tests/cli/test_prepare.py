@@ -28,7 +28,7 @@ def test_the_command_says_what_it_has_written_and_what_to_do_next(source, output
     assert main(["prepare", str(source), "--output", str(output), "--workers", "0", "--on-bad-data", "skip"]) == 0
     message = capsys.readouterr().out
     assert message.splitlines() == [
-        f"{output / 'train'}: 2 documents, 6 tokens, 1 shard, left out: 1 × empty document",
+        f"{output / 'train'}: 2 documents, 6 tokens, 1 shard, skipped: 1 × empty document",
         f"Train on it:  xlstm-jax train data=prepared data.data_path={output} data.validation=null",
     ]
 
@@ -97,7 +97,7 @@ def test_a_folder_that_was_prepared_otherwise_is_one_line(source, output, capsys
     assert main(command) == 0
     assert main([*command, "--add-eos"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(r"otherwise \(add_eos: False there, True here; .*tokenizer_digest: \w{12}\.\.\. there", line)
+    assert re.search(r"other options \(add_eos: False there, True here; .*tokenizer_digest: \w{12}\.\.\. there", line)
 
 
 def test_every_option_of_the_command_reaches_the_function(source, output, monkeypatch):
@@ -154,4 +154,4 @@ def test_the_command_can_be_stopped_and_says_so(source, output, capsys, monkeypa
 
     monkeypatch.setattr(command_module, "prepare", stop)
     assert main(["prepare", str(source), "--output", str(output)]) == 130
-    assert "The same command goes on" in capsys.readouterr().err
+    assert "The same command resumes" in capsys.readouterr().err

@@ -15,7 +15,7 @@ WITHOUT_CASE = {
     "DataConfig.data_config_type": "is read before there is a config: it chooses the class",
     "TextDataConfig.worker_count": "changes speed alone, see tests/dataset/background/test_workers.py",
     "TextDataConfig.worker_buffer_size": "changes speed alone, see tests/dataset/background/test_prefetch.py",
-    "PrepareConfig.num_workers": "changes speed alone, see tests/dataset/test_prepare.py",
+    "PrepareConfig.num_workers": "changes speed alone, see tests/dataset/prepare/test_api.py",
     "RunConfig.name": "names the folder, which Hydra makes of the same setting before there is a config",
     "BadStepConfig.max_rollbacks": "needs rollbacks, see tests/trainer/base/test_guard.py",
     "BadStepConfig.max_skipped_share": "needs skipped steps, see tests/trainer/base/test_guard.py",

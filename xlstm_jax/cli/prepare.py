@@ -13,7 +13,7 @@ from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
+    """Add the arguments of the command."""
     add = functools.partial(parser.add_argument, default=argparse.SUPPRESS)  # defaults are those of `prepare`
     add(
         "sources",
@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train byte-level BPE in FOLDER/tokenizer, and use it",
     )
     add("--train-megabytes", type=float, metavar="N", help="how much text it is trained on")
-    add("--add-bos", action="store_true", help="begin each document with the token for the beginning")
+    add("--add-bos", action="store_true", help="start each document with the token for the beginning")
     add("--add-eos", action="store_true", help="end each document with the token for the end; training adds one itself")
     add("--column", metavar="NAME", help="the field or column that has the text; by default, text")
     add(
         "--on-bad-data",
         choices=("error", "skip"),
-        help="stop at documents that cannot be used (the default), or leave them out and count them",
+        help="stop at unusable documents (the default), or skip and count them",
     )
     add(
         "--max-document-bytes",
@@ -61,12 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many processes tokenise; by default, one for each core",
     )
-    add("--overwrite", action="store_true", help="replace what was prepared otherwise")
-    add("--verify", action="store_true", help="read all shards that are there, and write those anew that are damaged")
+    add("--overwrite", action="store_true", help="replace shards that were prepared with other options")
+    add("--verify", action="store_true", help="read all existing shards, and rewrite those that are damaged")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare what the arguments say, and return the exit code."""
+    """Prepare the sources, and return the exit code."""
     options = {name: value for name, value in vars(args).items() if name not in ("run", "is_process")}
     share = options.get("validation_share")
     if share is not None and not 0 < share < 1:
@@ -83,27 +83,27 @@ def run(args: argparse.Namespace) -> int:
         complain(describe_error(error))
         return 1
     except KeyboardInterrupt:
-        complain("Stopped. The same command goes on from here.")
+        complain("Stopped. The same command resumes from here.")
         return 130
     show(_describe_result(Path(args.output), manifests))
     return 0
 
 
 def _describe_result(output: Path, manifests: Mapping[str, Manifest]) -> str:
-    """Say what has been written, a line for each split, and how to train on it."""
+    """Return a line for each split that was written, and the command that trains on them."""
     parts = []
     for name, manifest in manifests.items():
         skipped = ", ".join(f"{count} × {reason}" for reason, count in manifest.skipped.items())
         parts.append(
             f"{output / name}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
             f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
-            + (f", left out: {skipped}" if skipped else "")
+            + (f", skipped: {skipped}" if skipped else "")
         )
     return "\n".join([*parts, f"Train on it:  {_train_command(output, manifests)}"])
 
 
 def _train_command(output: Path, manifests: Mapping[str, Manifest]) -> str:
-    """Return the command that trains on what has been written: on the only split, or on that for training."""
+    """Return the command that trains on the shards: on the split `train`, or else on the only one."""
     tokenizer_path = next(iter(manifests.values())).tokenizer_path
     words = ["data=prepared", f"data.data_path={as_value(output)}"]
     if tokenizer_path != BYTE_TOKENIZER:
