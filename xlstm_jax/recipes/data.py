@@ -129,7 +129,8 @@ def read_data(values: Any) -> DataRecipe:
     The section has the fields of a data config, of the class that `data_config_type` names, which hold for all sets;
     `train` and `validation` with fields of theirs alone; and where wanted:
 
-    - `validation: null` for no validation, or a mapping from names to fields for several sets;
+    - `validation: null` for no validation; each mapping below it that is no field itself is a set of that name, and the
+      other fields hold for all of these sets;
     - `mix`, a mapping from names to fields, for several sets to train on, each with its `weight`;
     - `mix_at_steps`, a mapping from steps to weights by name;
     - `prepare`, the fields of a `PrepareConfig`; the sets are then read from what it writes.
@@ -148,7 +149,7 @@ def read_data(values: Any) -> DataRecipe:
         outer
     ]
     validation_layers = {
-        name: [outer[0], Layer(where, own)] for name, (where, own) in _validation_sets(validation, prepare).items()
+        name: [outer[0], *layers] for name, layers in _validation_sets(validation, prepare, fields).items()
     }
     if prepare is not None:
         if mixed:
@@ -181,9 +182,15 @@ def _read_weights(mixed: Mapping[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _validation_sets(
-    validation: Mapping[str, Any] | None, prepare: PrepareConfig | None
-) -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """Return the sets to validate on by name: where their fields are among the settings, and these."""
+    validation: Mapping[str, Any] | None, prepare: PrepareConfig | None, common: Mapping[str, Any]
+) -> dict[str, list[Layer]]:
+    """Return the layers of fields of each validation set, by its name.
+
+    Args:
+        validation: The section `data.validation`.
+        prepare: What the run prepares.
+        common: The fields that hold for training too.
+    """
     if validation is None:
         return {}
     if prepare is not None and not prepare.has_validation:
@@ -193,9 +200,19 @@ def _validation_sets(
                 "data.prepare.validation_share, or data.validation=null."
             )
         return {}
-    if validation and all(isinstance(value, Mapping) for value in validation.values()):
-        return {name: (f"data.validation.{name}", value) for name, value in validation.items()}
-    return {"validation": ("data.validation", validation)}
+    fields = _field_names({**common, **validation})
+    named = {name: own for name, own in validation.items() if isinstance(own, Mapping) and name not in fields}
+    shared = Layer("data.validation", {name: value for name, value in validation.items() if name not in named})
+    if not named:
+        return {"validation": [shared]}
+    return {name: [shared, Layer(f"data.validation.{name}", own)] for name, own in named.items()}
+
+
+def _field_names(values: Mapping[str, Any]) -> set[str]:
+    """Return the fields of the class that some settings choose, or of all classes if they choose none."""
+    kind = values.get("data_config_type")
+    classes = KINDS.values() if kind is None else [_find_class(kind)]
+    return {field.name for config_class in classes for field in dataclasses.fields(config_class)}
 
 
 def _prepared_fields(prepare: PrepareConfig) -> dict[str, Any]:
@@ -230,7 +247,8 @@ def _read_set(layers: Sequence[Layer], prepared: Mapping[str, Any], *, is_train:
     config_class = _find_class(fields.get("data_config_type"))
     known = {field.name for field in dataclasses.fields(config_class)}
     defaults = {"shuffle_data": is_train, "drop_remainder": is_train, "split": "train" if is_train else "validation"}
-    where = layers[-1].name if layers[-1].name.startswith("data.mix.") else "data"
+    is_named = layers[-1].name.startswith(("data.mix.", "data.validation."))
+    where = layers[-1].name if is_named else "data"
     return build(config_class, {name: defaults[name] for name in defaults if name in known} | fields, where)
 
 
