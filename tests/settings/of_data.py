@@ -20,7 +20,7 @@ from xlstm_jax.dataset.configs import (
     TextFilesDataConfig,
 )
 from xlstm_jax.dataset.order import pipeline
-from xlstm_jax.dataset.sources import huggingface, registry, vocabulary_lookup
+from xlstm_jax.dataset.sources import huggingface, records, standard_library, vocabulary_lookup
 from xlstm_jax.distributed.mesh_utils import ParallelConfig, initialize_mesh
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
@@ -71,13 +71,13 @@ def load_from_hub(config, world: World):
 def open_records(config, world: World):
     """Record which records are opened, and how."""
     opened = Recorder()
-    for name in ("TokenShards", "open_records", "RecordTexts", "EncodedTexts"):
-        world.monkeypatch.setattr(registry, name, getattr(opened, name))
-    world.monkeypatch.setattr(registry, "read_manifest", lambda _: None)
-    if config.tokenize_data:
-        registry._open_texts(config)
+    for name in ("open_records", "RecordTexts"):
+        world.monkeypatch.setattr(records, name, getattr(opened, name))
+    world.monkeypatch.setattr(records, "read_manifest", lambda _: None)
+    if records.holds_tokens(config):
+        opened.TokenShards(records.shard_folder(config))
     else:
-        registry.TokenShards(registry.shard_folder(config))
+        records.open_config(config)
     return opened.calls
 
 
@@ -85,9 +85,10 @@ def read_standard_library(config, world: World):
     """Return the documents of a standard library of two."""
     train, validation = ([SimpleNamespace(content=name)] for name in (b"train", b"validation"))
     corpus = SimpleNamespace(train=train, validation=validation, describe=str)
-    world.monkeypatch.setattr(registry, "load_standard_library", lambda: corpus)
-    world.monkeypatch.setattr(registry, "yardsticks", lambda _: {})
-    return registry._read_standard_library(config.split)
+    world.monkeypatch.setattr(standard_library, "load_standard_library", lambda: corpus)
+    world.monkeypatch.setattr(standard_library, "yardsticks", lambda _: {})
+    texts = standard_library.open_config(config).numbered()
+    return texts.read(range(len(texts)))
 
 
 TEXT = {"data_path": "good.jsonl", "global_batch_size": 2, "max_target_length": 16, "tokenizer_path": "byte"}

@@ -6,17 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xlstm_jax.configs import ConfigDict, ConfigError, refuse_ignored
-from xlstm_jax.dataset.configs import (
-    DataConfig,
-    FormalTaskDataConfig,
-    GrainArrayRecordsDataConfig,
-    HFHubDataConfig,
-    StandardLibraryDataConfig,
-    SyntheticDataConfig,
-    TextDataConfig,
-    TextFilesDataConfig,
-)
+from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, SyntheticDataConfig, TextDataConfig
 from xlstm_jax.dataset.shards.manifest import TOKENIZER_FOLDER
+from xlstm_jax.dataset.sources import registry
 from xlstm_jax.dataset.sources.vocabulary_lookup import given_tokenizer
 from xlstm_jax.import_utils import resolve_import
 from xlstm_jax.recipes.build import build, nearest
@@ -24,13 +16,10 @@ from xlstm_jax.recipes.ignored_data import DataSet, Layer, check_layers, check_p
 
 KINDS: dict[str, type[DataConfig]] = {
     "formal_task": FormalTaskDataConfig,
-    "grain_arrayrecord": GrainArrayRecordsDataConfig,
-    "huggingface_hub": HFHubDataConfig,
-    "standard_library": StandardLibraryDataConfig,
     "synthetic": SyntheticDataConfig,
-    "text_files": TextFilesDataConfig,
+    **{kind.name: kind.config_class for kind in registry.KINDS},
 }
-"""What `data_config_type` may be, beside the dotted path of a class."""
+"""The names that `data_config_type` takes, besides the dotted path of a class."""
 
 PREPARED_FOLDER = "data"
 """Where a run keeps what it prepares, unless it is told another place."""
@@ -263,6 +252,6 @@ def _find_class(kind: Any) -> type[DataConfig]:
         if isinstance(found, type) and issubclass(found, DataConfig):
             return found
     raise ConfigError(
-        f"data.data_config_type: {kind!r} is none of {', '.join(KINDS)}, nor the dotted path of a DataConfig."
+        f"data.data_config_type: {kind!r} is none of {', '.join(sorted(KINDS))}, nor the dotted path of a DataConfig."
         f"{nearest(kind, KINDS)}"
     )

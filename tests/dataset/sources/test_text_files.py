@@ -308,7 +308,7 @@ def test_one_warning_says_how_many_documents_were_left_out_and_why(tmp_path, cap
         with caplog.at_level(logging.WARNING):
             assert list(files) == ["good"]
         (record,) = caplog.records
-        assert record.getMessage().endswith("left out: 2 × empty document, 1 × no JSON.")
+        assert record.getMessage().endswith(": 2 × empty document, 1 × no JSON.")
 
 
 def test_an_unknown_way_to_treat_bad_data_is_refused(tmp_path, unchecked_shapes):

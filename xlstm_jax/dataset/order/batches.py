@@ -193,7 +193,7 @@ class OrderedBatches(Iterator[LLMBatch]):
         for source, stream in self._by_source():
             suffix = f"_{source.name}" if len(self._sources) > 1 else ""
             statistics[f"epochs{suffix}"] = stream.position / len(source.documents)
-            statistics[f"skipped{suffix}"] = float(source.num_left_out + stream.num_skipped)
+            statistics[f"skipped{suffix}"] = float(source.num_skipped + stream.num_skipped)
         return statistics
 
     def shut_down(self) -> None:

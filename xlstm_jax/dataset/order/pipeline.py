@@ -7,11 +7,12 @@ import jax
 from jax.sharding import Mesh
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.dataset.configs import GrainArrayRecordsDataConfig, TextDataConfig
+from xlstm_jax.dataset.configs import TextDataConfig
 from xlstm_jax.dataset.grain_batch_rampup import create_batch_rampup_schedule
 from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator, rows_of_process
 from xlstm_jax.dataset.order.batches import BatchOrder, OrderedBatches
 from xlstm_jax.dataset.order.mixture import WeightSchedule
+from xlstm_jax.dataset.sources.records import holds_tokens
 from xlstm_jax.dataset.sources.registry import first_input, open_source
 from xlstm_jax.dataset.sources.source import Source
 
@@ -115,8 +116,7 @@ def _names(configs: Sequence[TextDataConfig]) -> list[str]:
 
 
 def _num_workers(config: TextDataConfig) -> int:
-    is_tokenized = isinstance(config, GrainArrayRecordsDataConfig) and not config.tokenize_data
-    return 0 if is_tokenized else config.worker_count
+    return 0 if holds_tokens(config) else config.worker_count
 
 
 def _row_schedule(config: TextDataConfig, mesh: Mesh) -> Callable[[int], int]:

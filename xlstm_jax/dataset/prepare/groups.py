@@ -6,7 +6,7 @@ from pathlib import Path
 
 from xlstm_jax.dataset.prepare.splits import Split
 from xlstm_jax.dataset.shards.manifest import Manifest
-from xlstm_jax.dataset.sources.text_files import BEGINNING, Position
+from xlstm_jax.dataset.sources.source import BEGINNING, Position
 from xlstm_jax.dataset.sources.text_store import TextStore
 
 _DEFAULT_NUM_SHARDS = 256

@@ -15,7 +15,7 @@ from xlstm_jax.dataset.prepare.resume import resume_or_start, shard_name
 from xlstm_jax.dataset.prepare.splits import Split
 from xlstm_jax.dataset.shards.manifest import Manifest, Shard, write_manifest
 from xlstm_jax.dataset.shards.token_shards import find_damage, find_problem, write_shard
-from xlstm_jax.dataset.sources.text_files import BadDataPolicy, BadDocument, OnBadData
+from xlstm_jax.dataset.sources.bad_data import BadDataPolicy, BadDocument, OnBadData
 from xlstm_jax.dataset.sources.text_store import TextStore
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 

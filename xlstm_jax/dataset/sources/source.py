@@ -1,12 +1,86 @@
-"""What a source of documents is, whatever stores them."""
+"""The interfaces of sources: texts, tokenised documents, and how a training run reads them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from xlstm_jax.dataset.sources.bad_data import OnBadData
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
+
+Position = tuple[int, int]
+"""The position of a document: the index of its file, and its index among the usable documents of that file."""
+BEGINNING: Position = (0, 0)
+
+
+@runtime_checkable
+class Texts(Protocol):
+    """A numbered set of texts. Workers get a pickled copy."""
+
+    def __len__(self) -> int:
+        """Return the number of texts."""
+        ...
+
+    def read(self, indices: Sequence[int]) -> list[str]:
+        """Return the texts with these indices."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """What tells these texts from others."""
+        ...
+
+
+@runtime_checkable
+class TextSource(Protocol):
+    """Texts of one data set: by number for training, one after the other for `prepare`."""
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """The number of skipped documents, by reason."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """The approximate size of all texts."""
+        ...
+
+    @property
+    def num_bytes_read(self) -> int:
+        """The approximate size of the texts up to the last document that was read."""
+        ...
+
+    @property
+    def locations(self) -> list[Path]:
+        """The files and folders of the source."""
+        ...
+
+    def numbered(self) -> Texts:
+        """Return the texts by number."""
+        ...
+
+    def documents(self, start: Position = BEGINNING) -> Iterator[tuple[Position, str]]:
+        """Yield documents with their positions, from a position on."""
+        ...
+
+    def sample(self, num_bytes: int) -> Iterator[str]:
+        """Yield documents of about this size in total, from all parts of the source."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return, for JSON, what determines the documents."""
+        ...
+
+
+class PathOptions(NamedTuple):
+    """How `prepare` reads a source that is given by its path."""
+
+    split: str
+    column: str
+    on_bad_data: OnBadData
+    max_document_bytes: int | None
 
 
 @runtime_checkable
@@ -60,7 +134,7 @@ class Source:
     """What the source is called in statistics."""
     location: str = "the data"
     """What it is called in messages."""
-    num_left_out: int = 0
+    num_skipped: int = 0
     """How many documents were left out when it was opened."""
     vocabulary: Vocabulary | None = None
     """The token ids that documents can hold, where they are known beforehand."""

@@ -7,15 +7,26 @@ corpora have the same hash. Which side of the split a file is on depends on its 
 import dataclasses
 import functools
 import hashlib
+import io
 import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.configs import StandardLibraryDataConfig
+from xlstm_jax.dataset.sources.bad_data import OnBadData
 from xlstm_jax.dataset.sources.compressors import compressed_bits_per_byte
+from xlstm_jax.dataset.sources.numbered_texts import NumberedTexts
+from xlstm_jax.dataset.sources.source import PathOptions
+from xlstm_jax.dataset.sources.text_files import cut_at_lines
+from xlstm_jax.dataset.sources.text_store import TextStore
 
 LOGGER = logging.getLogger(__name__)
+STANDARD_LIBRARY = "stdlib"
+"""The path by which `prepare` takes this source."""
+SPLITS = ("train", "validation")
 VALIDATION_SHARE = 0.05
 """How likely a file is to be one of the validation files."""
 
@@ -132,6 +143,40 @@ def yardsticks(documents: Sequence[Document]) -> dict[str, float]:
     if not content:
         raise ValueError(f"There is nothing to compress in these {len(documents)} documents: give one that has bytes.")
     return compressed_bits_per_byte(content)
+
+
+def open_config(config: StandardLibraryDataConfig) -> NumberedTexts:
+    """Open a split, and log the identity of the corpus and the bits per byte that compressors reach."""
+    corpus = load_standard_library()
+    LOGGER.info("%s", corpus.describe())
+    if config.split != "train":
+        reached = ", ".join(f"{name} {bits:.3f}" for name, bits in yardsticks(corpus.validation).items())
+        LOGGER.info("Bits per byte on all validation files, without the training files: %s.", reached)
+    return _open_split(corpus, config.split, None, config.on_bad_data)
+
+
+def open_paths(paths: Sequence[str], options: PathOptions) -> NumberedTexts | None:
+    """Open a split for `prepare`: training files are cut like other plain text, validation files stay whole."""
+    if list(paths) != [STANDARD_LIBRARY]:
+        return None
+    if options.split not in SPLITS:
+        raise ConfigError(f"The standard library has no split {options.split!r}, only {' and '.join(SPLITS)}.")
+    max_bytes = options.max_document_bytes if options.split == "train" else None
+    return _open_split(load_standard_library(), options.split, max_bytes, options.on_bad_data)
+
+
+def _open_split(corpus: Corpus, split: str, max_bytes: int | None, on_bad_data: OnBadData) -> NumberedTexts:
+    documents = corpus.train if split == "train" else corpus.validation
+    texts = [document.content.decode("utf-8", "replace") for document in documents]
+    if max_bytes is not None:
+        texts = [piece.decode() for text in texts for piece in cut_at_lines(io.BytesIO(text.encode()), max_bytes)]
+    return NumberedTexts(
+        STANDARD_LIBRARY,
+        TextStore.build(texts),
+        num_bytes=count_bytes(documents),
+        describe=lambda: {"paths": [STANDARD_LIBRARY], "sha256": corpus.sha256, "max_document_bytes": max_bytes},
+        on_bad_data=on_bad_data,
+    )
 
 
 def _find_names(root: Path, errors: list[OSError]) -> Iterator[str]:

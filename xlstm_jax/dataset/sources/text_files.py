@@ -13,16 +13,16 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.configs import TextFilesDataConfig
+from xlstm_jax.dataset.sources.bad_data import BadDataPolicy, BadDocument, OnBadData, check_text, not_utf8
+from xlstm_jax.dataset.sources.source import BEGINNING, PathOptions, Position
+from xlstm_jax.dataset.sources.text_store import TextStore
 
 LOGGER = logging.getLogger(__name__)
 
-OnBadData = Literal["error", "skip"]
-Position = tuple[int, int]
-"""Where a document stands: the index of its file, and its own among the good documents of that file."""
-BEGINNING: Position = (0, 0)
 
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "pyarrow"}
 """From the last suffix of a file to the module that reads it, imported when needed: some builds of Python lack one."""
@@ -34,42 +34,6 @@ _NUM_SAMPLES = 16
 """How many places of a file are looked at to tell it from others."""
 _SHORTEST_DOCUMENT = 4
 """The largest number of bytes that a character has in UTF-8: no cut is shorter."""
-
-
-class BadDocument(NamedTuple):
-    """A document that cannot be used."""
-
-    reason: str
-    """In few words, to count such documents by."""
-    detail: str
-    """A sentence without its subject and end: what is wrong."""
-    place: str = ""
-    """Where in its file the document is."""
-
-
-class BadDataPolicy:
-    """What is done about documents that cannot be used: the first is an error, or all are left out and counted.
-
-    Args:
-        on_bad_data: Whether it is an error.
-    """
-
-    def __init__(self, on_bad_data: OnBadData):
-        if on_bad_data not in ("error", "skip"):
-            raise ValueError(f'on_bad_data is {on_bad_data!r}, but must be "error" or "skip".')
-        self.on_bad_data = on_bad_data
-        self.skipped: Counter[str] = Counter()
-        """How many documents have been left out, by reason."""
-
-    def handle(self, bad: BadDocument, source: object) -> None:
-        """Raise an error that says what is wrong and where, or count."""
-        place = ", ".join(filter(None, [str(source), bad.place]))
-        if self.on_bad_data == "error":
-            raise ValueError(
-                f'{place}: {bad.detail}. Mend it, or set on_bad_data="skip" to leave such documents out and count them.'
-            )
-        LOGGER.debug("Left out %s: %s.", place, bad.detail)
-        self.skipped[bad.reason] += 1
 
 
 class TextFiles:
@@ -136,7 +100,11 @@ class TextFiles:
             yield text
         if self.skipped:
             reasons = ", ".join(f"{count} × {reason}" for reason, count in self.skipped.most_common())
-            LOGGER.warning("Documents of %s that were left out: %s.", ", ".join(self._paths), reasons)
+            LOGGER.warning("Skipped documents of %s: %s.", ", ".join(self._paths), reasons)
+
+    def numbered(self) -> TextStore:
+        """Return the texts by number, in a temporary file."""
+        return TextStore.build(self)
 
     def documents(self, start: Position = BEGINNING) -> Iterator[tuple[Position, str]]:
         """Yield documents and where they stand, from a position on."""
@@ -217,22 +185,19 @@ class TextFiles:
                 self._open_file = None
 
 
-def check_text(value: object) -> str | BadDocument:
-    """Return the text of what is to be a document, a string or bytes of UTF-8, or what is wrong with it."""
-    if isinstance(value, bytes):
-        try:
-            value = value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            return _no_utf8(error)
-    if not isinstance(value, str):
-        return BadDocument("no text", f"a {type(value).__name__} is no text")
-    if not value:
-        return BadDocument("empty document", "the document is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return BadDocument("no Unicode", "the text has half of a surrogate pair, which is no character")
-    return value
+def open_config(config: TextFilesDataConfig) -> TextFiles:
+    """Open the files of a data set."""
+    return TextFiles(
+        str(config.data_path),
+        column=config.data_column,
+        on_bad_data=config.on_bad_data,
+        max_document_bytes=config.max_document_bytes,
+    )
+
+
+def open_paths(paths: Sequence[str], options: PathOptions) -> TextFiles:
+    """Open files, folders and patterns."""
+    return TextFiles(paths, options.column, options.on_bad_data, options.max_document_bytes)
 
 
 def _read_samples(file: Path, size: int) -> Iterator[bytes]:
@@ -323,11 +288,7 @@ def _decode(content: bytes, first_line: int) -> str | BadDocument:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = first_line + content.count(b"\n", 0, error.start)
-        return _no_utf8(error)._replace(place=f"line {line}")
-
-
-def _no_utf8(error: UnicodeDecodeError) -> BadDocument:
-    return BadDocument("no UTF-8", f"this is no text in UTF-8 ({error.reason})")
+        return not_utf8(error)._replace(place=f"line {line}")
 
 
 def _read_json_lines(stream: io.BufferedIOBase, column: str) -> Iterator[str | BadDocument]:
@@ -376,7 +337,7 @@ def _parse_value(value: Any) -> str | BadDocument:
     try:
         return check_text(value.as_py())
     except UnicodeDecodeError as error:
-        return _no_utf8(error)
+        return not_utf8(error)
 
 
 def _import_pyarrow(what: str) -> Any:

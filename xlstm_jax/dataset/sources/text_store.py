@@ -78,6 +78,10 @@ class TextStore:
         starts, ends = self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist()
         return [self._content[start:end].decode() for start, end in zip(starts, ends, strict=True)]
 
+    def scan(self, start: int, stop: int) -> list[str]:
+        """Return the texts from one index up to another."""
+        return self.read(range(start, stop))
+
     def __reduce__(self):
         return TextStore, (self.path, self._num_texts, self.num_bytes, self.digest)
 

@@ -14,6 +14,7 @@ from xlstm_jax.dataset.configs import (
     TextDataConfig,
 )
 from xlstm_jax.dataset.shards.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, read_manifest
+from xlstm_jax.dataset.sources.records import holds_tokens, shard_folder
 from xlstm_jax.dataset.synthetic_dataloading import synthetic_vocabulary
 from xlstm_jax.dataset.tasks.batches import task_vocabulary
 from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER, tokenizer_file
@@ -62,11 +63,6 @@ def is_local(tokenizer_path: str) -> bool:
     return tokenizer_path == BYTE_TOKENIZER or tokenizer_file(tokenizer_path) is not None
 
 
-def shard_folder(config: GrainArrayRecordsDataConfig) -> Path:
-    """Return the folder of the shards of a split."""
-    return Path(config.data_path) / config.split
-
-
 def encoder_of(config: TextDataConfig) -> TextEncoder:
     """Return the tokenizer that a config names.
 
@@ -75,7 +71,7 @@ def encoder_of(config: TextDataConfig) -> TextEncoder:
     """
     if config.tokenizer_path is None:
         reason = "texts need a tokenizer"
-        if isinstance(config, GrainArrayRecordsDataConfig) and not config.tokenize_data:
+        if holds_tokens(config):
             reason = f"{shard_folder(config)} has no {MANIFEST_FILE}"
         raise ConfigError(f"tokenizer_path is None, but {reason}: set tokenizer_path.")
     return TextEncoder(
@@ -86,8 +82,7 @@ def encoder_of(config: TextDataConfig) -> TextEncoder:
 def given_tokenizer(config: TextDataConfig) -> str | None:
     """Return the tokenizer that a config names; for tokens on disk, a default names none."""
     path = config.tokenizer_path
-    is_tokenized = isinstance(config, GrainArrayRecordsDataConfig) and not config.tokenize_data
-    return None if path is None or (is_tokenized and isinstance(path, DefaultName)) else str(path)
+    return None if path is None or (holds_tokens(config) and isinstance(path, DefaultName)) else str(path)
 
 
 def locate_tokenizer(manifest: Manifest, folder: Path) -> str:
