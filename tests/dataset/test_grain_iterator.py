@@ -219,7 +219,7 @@ def test_hosts_that_do_not_exist_or_have_no_document_are_refused():
 
 
 def test_batches_that_cannot_be_shared_by_all_hosts_are_refused():
-    with pytest.raises(ValueError, match="global_batch_size 4 is no multiple of the 3 hosts"):
+    with pytest.raises(ValueError, match="global_batch_size 4 is not a multiple of the 3 hosts"):
         iterator_of(numbered(9), num_hosts=3, global_batch_size=4)
 
 

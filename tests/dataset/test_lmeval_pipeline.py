@@ -147,7 +147,7 @@ def test_a_loader_knows_its_length():
 
 
 def test_batches_that_hosts_cannot_share_are_refused():
-    with pytest.raises(ValueError, match="global_batch_size 8 is no multiple of the 3 hosts"):
+    with pytest.raises(ValueError, match="global_batch_size 8 is not a multiple of the 3 hosts"):
         lmeval_preprocessing_pipeline(0, 3, make_mesh(), random_requests(9), 8, "byte")
 
 

@@ -1,4 +1,4 @@
-"""Batches whose number of rows changes with the step."""
+"""Per-host toolbox on grain: batches whose number of rows changes with the step. All batches use its schedules."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,9 @@
-"""From files of documents to rows of tokens.
+"""Per-host toolbox on grain: rows of tokens from the documents of a host.
+
+Only `make_grain_iterator` has the order of `xlstm_jax.dataset.order`, which does not depend on the number of hosts.
 
 No token is lost: a document that is longer than a row is cut into pieces, each a row or a segment of its own. The first
-input of a document is the token for the end of one, the first input of any further piece is the token before it.
+input of a document is the token that ends documents; the first input of a later piece is the token before it.
 """
 
 import dataclasses
@@ -44,13 +46,13 @@ def make_grain_iterator(
 
     Args:
         configs: The data set or sets.
-        global_mesh: The mesh; the rows of a batch are split over all of its devices.
+        global_mesh: The mesh; the rows of a batch are sharded over all of its devices.
         process_indices: The processes that load data: all that have devices in the mesh.
-        dataset_weights: The share of tokens of each data set, in any unit; equal ones if not given.
-        weights_at_steps: From these steps on, other weights.
+        dataset_weights: The share of tokens of each data set, in any unit; equal shares by default.
+        weights_at_steps: Other weights, by the step from which they apply.
 
     Returns:
-        The iterator, as `make_ordered_iterator` makes it.
+        The iterator of `make_ordered_iterator`.
     """
     owners = {device.process_index for device in global_mesh.devices.flat}
     if set(process_indices) != owners:
@@ -86,40 +88,40 @@ def preprocess_dataset(
     max_steps_per_epoch: int | None = None,
     eod_token_id: int | None = None,
 ) -> tuple[grain.IterDataset, grain.sources.RandomAccessDataSource]:
-    """Make rows of tokens of the documents that a host reads.
+    """Make rows of tokens from the documents that a host reads.
 
     Args:
-        dataloading_host_index: Which of the hosts this is.
-        dataloading_host_count: How many hosts read the documents.
-        dataset: The documents of all hosts, with a length and by index. Each is bytes, as in ArrayRecord files, or a
-            dictionary of columns. An empty one has nothing to predict: no special token is added to it.
+        dataloading_host_index: The index of this host.
+        dataloading_host_count: The number of hosts that read the documents.
+        dataset: The documents of all hosts, with a length and indexing. Each is bytes, as in ArrayRecord files, or a
+            dictionary of columns. An empty document gets no special tokens, as it has nothing to predict.
         data_column_name: The column of the documents.
-        tokenize: Whether documents are texts; otherwise they are tokens.
+        tokenize: Whether documents are texts, not tokens.
         global_batch_size: The number of rows in a batch of all hosts.
         max_target_length: The number of tokens in a row.
-        shuffle: Shuffle documents, anew in each epoch, and rows that are packed.
-        data_shuffle_seed: What the order depends on, together with the index of the host.
+        shuffle: Shuffle the documents, differently in each epoch, and packed rows.
+        data_shuffle_seed: The seed of the order, together with the index of the host.
         tokenizer_path: The tokenizer, as for `load_tokenizer`.
         hf_access_token: As for `load_tokenizer`.
         add_bos: As for `load_tokenizer`.
         add_eos: As for `load_tokenizer`.
         add_eod: End each document with `eod_token_id`.
         grain_packing: Put several documents into a row; otherwise each document, or piece of one, is padded to a row.
-        grain_packing_bin_count: How many rows are filled at a time; by default, as many as this host has in a batch.
+        grain_packing_bin_count: The number of rows filled at a time; by default, those of this host in a batch.
         shift: Make each input the token before its target; otherwise they are the same.
-        drop_remainder: Without it, and without packing, empty documents are added until all fill whole batches.
-        num_epochs: How often the documents are read; `None` for without end, as several hosts that pack need: the
-            numbers of their rows differ.
+        drop_remainder: If False, and without packing, empty documents pad the data to whole batches.
+        num_epochs: The number of passes over the documents; `None` for endless, which several hosts that pack need, as
+            their numbers of rows differ.
         tokenizer_cache_dir: As for `load_tokenizer`.
-        max_steps_per_epoch: The number of batches after which an epoch ends, at the latest. The next one goes on with
-            the documents that come then.
-        eod_token_id: What ends a document; by default, what the tokenizer has for the end of a sequence. Without
-            packing, further ones in a document end it: what follows is a segment of its own.
+        max_steps_per_epoch: The largest number of batches in an epoch. The next epoch continues with the documents that
+            follow.
+        eod_token_id: The token that ends a document; by default, the tokenizer's end of a sequence. Without packing,
+            each further one within a document starts a new segment.
 
     Returns:
-        Rows with the arrays of an `LLMBatch`; and the documents of all hosts in an epoch. Their number is the length
-        that `make_grain_multihost_iterator` asks for: an epoch has as many rows as documents, though documents that are
-        cut make more rows, and those that are packed fewer.
+        Rows with the arrays of an `LLMBatch`, and the documents of all hosts in an epoch. The number of documents is
+        the length that `make_grain_multihost_iterator` takes: an epoch has as many rows as documents, although cut
+        documents make more rows, and packed documents fewer.
     """
     if tokenizer_path is None and (tokenize or eod_token_id is None):
         raise ValueError("tokenizer_path is None: texts need a tokenizer, and so do tokens without an eod_token_id.")
@@ -152,7 +154,7 @@ def preprocess_dataset(
             *([ShiftData(shift_target=False, eod_token_id=eod_token_id, axis=0)] if shift else []),
         ],
     )
-    # An empty document is a row where it can be one: then hosts have at least as many rows as documents.
+    # Without packing, an empty document is a row, so that hosts have at least as many rows as documents.
     pieces = documents.apply(_Cut(max_target_length, keep_empty=not grain_packing))
     if grain_packing:
         rows = pack_documents(
@@ -173,11 +175,11 @@ def preprocess_dataset(
 def load_array_record_dataset(
     dataset_path: Path | str, file_extension: str = ".arecord"
 ) -> grain.sources.ArrayRecordDataSource:
-    """Open the ArrayRecord files of a folder, in the order of the numbers that their names end with.
+    """Open the ArrayRecord files of a folder, in the order of the numbers at the ends of their names.
 
     Args:
         dataset_path: The folder, with files such as `train_000000.arecord`.
-        file_extension: How the names of the files end.
+        file_extension: The suffix of the files.
 
     Returns:
         The records of all files.
@@ -194,14 +196,14 @@ def load_array_record_dataset(
 
 
 class PaddedDataset(grain.sources.RandomAccessDataSource):
-    """The first documents of a data set, and empty ones where it has too few."""
+    """A data set cut or padded with empty documents to a given length."""
 
     def __init__(self, dataset: Any, full_dataset_length: int, column_name: str):
-        """Give a data set another length.
+        """Set the length of a data set.
 
         Args:
             dataset: The documents: bytes, or dictionaries of columns.
-            full_dataset_length: How many documents there are to be.
+            full_dataset_length: The new number of documents.
             column_name: The column of the documents, where they have columns.
         """
         self._dataset = dataset
@@ -217,20 +219,20 @@ class PaddedDataset(grain.sources.RandomAccessDataSource):
 
     @functools.cached_property
     def empty_sequence(self) -> Any:
-        """A document without content, of the kind that the data set has."""
+        """An empty document of the same type as those of the data set."""
         record = self._dataset[0]
         return record[:0] if isinstance(record, bytes) else {self._column_name: record[self._column_name][:0]}
 
 
 def pad_dataset(dataset: Any, global_batch_size: int, column_name: str) -> PaddedDataset:
-    """Add empty documents to a data set, until all fill whole batches."""
+    """Pad a data set with empty documents to whole batches."""
     num_batches = -(-len(dataset) // global_batch_size)
     return PaddedDataset(dataset, num_batches * global_batch_size, column_name)
 
 
 @dataclasses.dataclass
 class _UnlessEmpty(grain.transforms.Map):
-    """Applies a function to one column; where that is empty it stays so, without special tokens."""
+    """Applies a function to one column; empty documents stay empty, without special tokens."""
 
     function: Callable[[dict[str, Any]], dict[str, Any]]
     column_name: str
@@ -246,7 +248,7 @@ class _Cut(grain.experimental.FlatMapTransform):
 
     max_length: int
     keep_empty: bool
-    """Whether an empty document has an empty piece, or none."""
+    """Whether an empty document becomes one empty piece, or no piece."""
 
     def flat_map(self, element: Mapping[str, Any]) -> list[dict[str, Any]]:
         length = max(len(element["targets"]), int(self.keep_empty))
@@ -255,7 +257,7 @@ class _Cut(grain.experimental.FlatMapTransform):
 
 
 def _parse_records(dataset: Any, column_name: str, tokenize: bool) -> list[grain.transforms.Map]:
-    """Return what turns documents into columns, by the first of them."""
+    """Return the transforms from documents to columns, chosen by the first document."""
     if not len(dataset):
         raise ValueError("The data set has no documents.")
     document = dataset[0]

@@ -1,8 +1,9 @@
-"""From documents to global batches, where each host reads a part of the documents in an order of its own.
+"""Per-host toolbox on grain: batches in which each host reads its own part of the documents in its own order.
 
-Rows can be prepared by worker processes, but it is always the process of the host that puts them into batches. Without
-packing, the order is the same for any number of workers; with packing it is not, because each worker fills rows of its
-own: go on from a state with as many workers as it was taken with.
+`create_data_iterator` uses `xlstm_jax.dataset.order` instead, with one order for any number of hosts. Worker processes
+can prepare rows; the process of the host makes batches of them. Without packing, the order is the same for any number of
+workers. With packing it is not, because each worker fills its own rows: resume a state with the number of workers that
+it was saved with.
 """
 
 import logging
@@ -28,7 +29,7 @@ from xlstm_jax.dataset.multihost_dataloading import MultiHostDataLoadIterator
 LOGGER = logging.getLogger(__name__)
 
 _MIN_SHARED_BYTES = 2**20
-"""Smaller arrays are sent by workers as they are: shared memory costs more than copying the arrays of a row."""
+"""Workers send smaller arrays directly: shared memory costs more than copying the arrays of a row."""
 
 
 def make_grain_llm_iterator(
@@ -64,7 +65,7 @@ def make_grain_llm_iterator(
     is_even = not (grain_packing or batch_rampup_factors) and (drop_remainder or len(dataset) % global_batch_size == 0)
     if dataloading_host_count > 1 and num_epochs is not None and not is_even:
         LOGGER.warning(
-            "With num_epochs=%d, the rows of the %d hosts can end at different steps, and a host that goes on waits "
+            "With num_epochs=%d, the rows of the %d hosts can end at different steps, and a host that continues waits "
             "for ever. Set num_epochs=None: epochs still end, all at the same step.",
             num_epochs,
             dataloading_host_count,
@@ -119,28 +120,28 @@ def make_grain_llm_dataset(
     eod_token_id: int = 0,
     apply_padding: bool = True,
 ) -> grain.IterDataset:
-    """Make rows of the documents of a host.
+    """Make rows from the documents of a host.
 
     Args:
-        dataloading_host_index: Which of the hosts this is.
-        dataloading_host_count: How many hosts read the documents.
-        dataset: The documents of all hosts, with a length and by index. After the operations, each is a dictionary of
+        dataloading_host_index: The index of this host.
+        dataloading_host_count: The number of hosts that read the documents.
+        dataset: The documents of all hosts, with a length and indexing. After the operations, each is a dictionary of
             the arrays `inputs` and `targets`.
         global_batch_size: The number of rows in a batch of all hosts.
-        max_target_length: The number of tokens in a row. A longer document is an error with packing; without, its row
-            is as long as it is.
-        shuffle: Shuffle documents, anew in each epoch, and rows that are packed.
-        data_shuffle_seed: What the order depends on, together with the index of the host.
-        num_epochs: How often the documents are read; `None` for without end.
-        operations: What is applied to each document, one after the other.
-        grain_packing: Put several documents into a row, each into the first one that has room. Otherwise each document
-            is a row.
-        grain_packing_bin_count: How many rows are filled at a time; by default, as many as this host has in a batch.
+        max_target_length: The number of tokens in a row. A longer document is an error with packing; without packing,
+            its row is longer.
+        shuffle: Shuffle the documents, differently in each epoch, and packed rows.
+        data_shuffle_seed: The seed of the order, together with the index of the host.
+        num_epochs: The number of passes over the documents; `None` for endless.
+        operations: The transforms applied to each document, in this order.
+        grain_packing: Pack several documents into a row, each into the first row with room. Otherwise each document is
+            a row.
+        grain_packing_bin_count: The number of rows filled at a time; by default, those of this host in a batch.
         shift: Make each target the token after its input.
-        shift_target: Shift targets left, for documents that begin with a token of their own; otherwise inputs right,
-            for documents that end with one.
-        eod_token_id: The token that documents end with, and the first input of a row where inputs are shifted. Without
-            packing, further ones in a document end it: what follows is a segment of its own.
+        shift_target: Shift targets left, for documents that start with a special token; otherwise inputs right, for
+            documents that end with one.
+        eod_token_id: The token that ends documents, and the first input of a row if inputs are shifted. Without
+            packing, each further one within a document starts a new segment.
         apply_padding: Without packing, pad each row to `max_target_length`.
 
     Returns:
@@ -186,25 +187,25 @@ def make_grain_multihost_iterator(
     use_thread_prefetch: bool = False,
     batch_rampup_factors: Mapping[Any, float] | None = None,
 ) -> MultiHostDataLoadIterator:
-    """Make global batches of the rows of this host and all others.
+    """Make global batches from the rows of all hosts.
 
     Args:
         grain_datasets: The rows of this host, or several data sets of them that are mixed.
-        dataset_lengths: How many rows of each data set all hosts have together. An epoch ends when the one that lasts
-            longest has been read once.
-        global_mesh: The mesh; the rows of a batch are split over all of its devices.
+        dataset_lengths: The number of rows of each data set, over all hosts. An epoch ends when every data set has been
+            read at least once.
+        global_mesh: The mesh; the rows of a batch are sharded over all of its devices.
         global_batch_size: The number of rows in a batch of all hosts.
-        dataloading_host_count: How many hosts there are.
-        dataset_weights: How many rows come from each data set, in proportion; by default, as many from each.
-        worker_count: How many processes prepare rows; 0 for none. They import the main script: there, start
-            training under `if __name__ == "__main__":`.
-        worker_buffer_size: How many batches a worker, or the thread, prepares ahead.
-        drop_remainder: Leave out the last rows, if they fill no batch.
-        batch_class: What a batch is made of, by keywords.
-        reset_after_epoch: Begin every epoch with the same batches.
+        dataloading_host_count: The number of hosts.
+        dataset_weights: The proportions of rows from the data sets; equal by default.
+        worker_count: The number of processes that prepare rows; 0 for none. They import the main script: start
+            training there under `if __name__ == "__main__":`.
+        worker_buffer_size: The number of batches that a worker, or the thread, prepares ahead.
+        drop_remainder: Drop the last rows if they do not fill a batch.
+        batch_class: The class of batches, called with keywords.
+        reset_after_epoch: Start every epoch with the same batches.
         use_thread_prefetch: Prepare batches in a thread instead of processes.
-        batch_rampup_factors: From these steps on, batches have this many times as many rows. Epochs have as many
-            batches as without.
+        batch_rampup_factors: Factors of the number of rows in a batch, by the step from which they apply. The number of
+            batches in an epoch stays the same.
 
     Returns:
         An iterator whose state JSON can hold.
@@ -216,7 +217,7 @@ def make_grain_multihost_iterator(
     num_batches = (num_rows if drop_remainder else num_rows + global_batch_size - 1) // global_batch_size
     if not num_batches:
         raise ValueError(
-            f"An epoch would have no batch: {num_rows} rows are fewer than global_batch_size {global_batch_size}. Take "
+            f"An epoch would have no batch: {num_rows} rows are fewer than global_batch_size {global_batch_size}. Use "
             "smaller batches, or set drop_remainder=False."
         )
 
@@ -262,10 +263,7 @@ def read_documents(
 def shard_grain_dataset(
     grain_dataset: grain.MapDataset, dataloading_host_index: int, dataloading_host_count: int
 ) -> grain.MapDataset:
-    """Return the part of a data set that a host reads.
-
-    The parts lie one after the other. Where they cannot all have one length, the first ones are longer by one.
-    """
+    """Return the contiguous part of a data set that a host reads; the first parts may be longer by one."""
     if not 0 <= dataloading_host_index < dataloading_host_count:
         raise ValueError(
             f"There is no host {dataloading_host_index} among {dataloading_host_count}: they count from 0."
@@ -278,18 +276,18 @@ def shard_grain_dataset(
 def pack_documents(
     documents: grain.IterDataset, max_target_length: int, *, num_bins: int, shuffle: bool, seed: int
 ) -> grain.IterDataset:
-    """Put several documents into each row.
+    """Pack several documents into each row.
 
     Args:
         documents: Dictionaries of the arrays `inputs` and `targets`.
         max_target_length: The number of tokens in a row.
-        num_bins: How many rows are filled at a time: each document goes to the first one that has room. When one has
-            room nowhere, all rows are done.
-        shuffle: Shuffle the rows that are filled at a time.
-        seed: What their order depends on.
+        num_bins: The number of rows filled at a time. Each document goes into the first row with room; if there is
+            none, all of these rows are finished.
+        shuffle: Shuffle the rows that are finished together.
+        seed: The seed of their order.
 
     Returns:
-        Rows with the arrays of an `LLMBatch`, in which the documents are segments.
+        Rows with the arrays of an `LLMBatch`, whose segments are the documents.
     """
     packed = grain.experimental.FirstFitPackIterDataset(
         documents.map(_CheckLength(max_target_length)),
@@ -302,10 +300,12 @@ def pack_documents(
 
 
 def local_batch_size(global_batch_size: int, dataloading_host_count: int) -> int:
-    """Return how many rows of a batch each host has."""
+    """Return the number of rows of a batch on each host."""
     size, rest = divmod(global_batch_size, dataloading_host_count)
     if rest:
-        raise ValueError(f"global_batch_size {global_batch_size} is no multiple of the {dataloading_host_count} hosts.")
+        raise ValueError(
+            f"global_batch_size {global_batch_size} is not a multiple of the {dataloading_host_count} hosts."
+        )
     return size
 
 
@@ -324,7 +324,7 @@ class _CheckLength(grain.transforms.Map):
 
 
 def _epoch_rows(datasets: Sequence[grain.IterDataset], lengths: Sequence[int], weights: Sequence[float]) -> int:
-    """Return how many rows are drawn until each data set has been read once, at least."""
+    """Return the number of rows drawn until each data set has been read at least once."""
     if not len(datasets) == len(lengths) == len(weights):
         raise ValueError(
             f"{len(datasets)} data sets come with {len(lengths)} lengths and {len(weights)} weights: each needs one."

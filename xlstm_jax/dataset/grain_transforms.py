@@ -1,4 +1,4 @@
-"""The steps between a record and a batch, each a transform that grain can apply.
+"""Per-host toolbox on grain: the transforms from a record to a batch.
 
 Tokens travel in dictionaries: `inputs` and `targets`, each with a `_segmentation` that counts the documents of a row
 from 1 and is 0 for padding, and a `_position` that counts the tokens of each document from 0.

@@ -1,4 +1,4 @@
-"""From a config to an iterator over batches."""
+"""Create iterators over batches from data configs: the entry to all data."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,14 +10,14 @@ from xlstm_jax.dataset.synthetic_dataloading import SyntheticDataIterator
 from xlstm_jax.dataset.tasks.batches import make_task_iterator
 
 DataIterator = MultiHostDataLoadIterator | SyntheticDataIterator
-"""Yields global batches, epoch after epoch, and can say where it is."""
+"""Yields global batches, epoch after epoch, and has a state from which it can resume."""
 
 
 def get_process_loading_data(config: DataConfig, mesh: Mesh) -> list[int]:
-    """Return the processes that own rows of the batches, in their order; each of them has to load data.
+    """Return the sorted indices of the processes that own rows of the batches; each of them has to load data.
 
     Args:
-        config: The data; its batches are split over all devices.
+        config: The data; its batches are sharded over all devices.
         mesh: The mesh.
     """
     if config.global_batch_size % mesh.size:
@@ -28,11 +28,11 @@ def get_process_loading_data(config: DataConfig, mesh: Mesh) -> list[int]:
 
 
 def create_data_iterator(config: DataConfig, mesh: Mesh) -> DataIterator:
-    """Create an iterator over batches, whose order depends on the config alone.
+    """Create an iterator over batches; their order depends on the config alone.
 
     Args:
         config: The data.
-        mesh: The mesh; the rows of a batch are split over all of its devices.
+        mesh: The mesh; the rows of a batch are sharded over all of its devices.
 
     Returns:
         The iterator.
@@ -54,20 +54,20 @@ def create_mixed_data_iterator(
     dataset_weights: Sequence[float | int] | None = None,
     weights_at_steps: Mapping[int, Sequence[float | int]] | None = None,
 ) -> DataIterator:
-    """Create an iterator over batches with documents of several data sets.
+    """Create an iterator over batches with documents of one or several data sets.
 
     Args:
-        configs: The data sets; what they say of batches must be the same.
-        mesh: The mesh; the rows of a batch are split over all of its devices.
-        dataset_weights: The share of tokens of each data set, in any unit; equal ones if not given.
-        weights_at_steps: From these steps on, other weights.
+        configs: The data sets; their settings of batches must be the same.
+        mesh: The mesh; the rows of a batch are sharded over all of its devices.
+        dataset_weights: The share of tokens of each data set, in any unit; equal shares by default.
+        weights_at_steps: Other weights, by the step from which they apply.
 
     Returns:
         The iterator.
     """
-    from xlstm_jax.dataset.grain_data_processing import make_grain_iterator
+    from xlstm_jax.dataset.order.pipeline import make_ordered_iterator
 
     if not configs:
         raise ValueError("There is no data set: give at least one config.")
-    processes = get_process_loading_data(configs[0], mesh)
-    return make_grain_iterator(list(configs), mesh, processes, dataset_weights, weights_at_steps)
+    get_process_loading_data(configs[0], mesh)
+    return make_ordered_iterator(configs, mesh, dataset_weights, weights_at_steps)

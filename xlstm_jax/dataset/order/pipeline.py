@@ -1,4 +1,4 @@
-"""From data configs to batches in an order that is a function of the seed and the step alone."""
+"""Make the iterator of text data: configs to global batches, in an order that depends on seed and step alone."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ _SHARED = (
     *("global_batch_size", "max_target_length", "packing_name", "grain_packing_bin_count"),
     *("batch_rampup_factors", "max_steps_per_epoch"),
 )
-"""What the data sets of a mixture must have in common."""
+"""The fields that must be the same for all data sets of a mixture."""
 
 
 def make_ordered_iterator(
@@ -32,20 +32,20 @@ def make_ordered_iterator(
     """Make an iterator over the global batches of some data sets.
 
     Args:
-        configs: The data sets; what they say of batches must be the same.
-        global_mesh: The mesh; the rows of a batch are split over all of its devices.
-        weights: The share of tokens of each data set, in any unit; equal ones if not given.
-        weights_at_steps: From these steps on, other weights.
+        configs: The data sets; their settings of batches must be the same.
+        global_mesh: The mesh; the rows of a batch are sharded over all of its devices.
+        weights: The share of tokens of each data set, in any unit; equal shares by default.
+        weights_at_steps: Other weights, by the step from which they apply.
 
     Returns:
-        The iterator. One data set with `drop_remainder=False` ends after each pass over its documents. Otherwise an
-        epoch ends, without a border in the data, when every data set has been read once more; it has a length where the
-        number of tokens is known beforehand. Without packing, its length is that of as many rows as there are
-        documents: where documents are longer than a row, such an epoch is only a part of the data.
+        The iterator. A single data set with `drop_remainder=False` ends after each pass over its documents. Otherwise
+        the data is endless, and an epoch ends when every data set has been read once more; the epoch has a length if
+        the number of tokens is known beforehand. Without packing, an epoch has as many rows as there are documents: if
+        documents are longer than a row, it is only a part of the data.
     """
     _check_configs(configs)
     config = configs[0]
-    # One of several processes that leaves out what the others can read would no longer agree with them.
+    # A process that skips a document which the others can read would no longer agree with them.
     is_alone = {device.process_index for device in global_mesh.devices.flat} == {jax.process_index()}
     sources = [
         open_source(each, name, skips_unreadable=is_alone) for each, name in zip(configs, _names(configs), strict=True)
@@ -132,9 +132,9 @@ def _row_schedule(config: TextDataConfig, mesh: Mesh) -> Callable[[int], int]:
 
 
 def _epoch_length(config: TextDataConfig, sources: Sequence[Source], shares: Sequence[float]) -> int | None:
-    """Return the number of batches in an epoch, if it is known: those of a pass over the tokens of each source.
+    """Return the number of batches in an epoch, if it is known: one pass over the tokens of each source.
 
-    Without packing, it is the number of batches for a row of each document, whatever the documents' lengths.
+    Without packing, every document counts as one row, whatever its length.
     """
     if config.packing_name == "none":
         sizes, batch_size = [len(source.documents) for source in sources], config.global_batch_size
@@ -143,5 +143,5 @@ def _epoch_length(config: TextDataConfig, sources: Sequence[Source], shares: Seq
         batch_size = config.global_batch_size * (config.max_target_length or 1)
     if None in sizes:
         return None
-    whole = max((size or 0) / share for size, share in zip(sizes, shares, strict=True) if share)
-    return max(math.floor(whole) // batch_size, 1)
+    num_units = max((size or 0) / share for size, share in zip(sizes, shares, strict=True) if share)
+    return max(math.floor(num_units) // batch_size, 1)
