@@ -352,7 +352,7 @@ def test_a_run_is_not_resumed_with_fewer_ids_than_its_data_has(shards, folder, c
 
 
 def test_data_whose_vocabulary_shows_late_is_refused_before_training(shards, folder, capsys, monkeypatch):
-    monkeypatch.setattr(run_config, "is_at_hand", lambda _: False)
+    monkeypatch.setattr(run_config, "is_available_offline", lambda _: False)
     words = ["model.embedding_dim=16", "model.num_heads=2", "model.num_blocks=1", "batch_size=8", "context_length=16"]
     assert main(["train", "data=prepared", f"data.data_path={shards}", "model.vocab_size=320", *words]) == 2
     line = capsys.readouterr().err.splitlines()[-1]

@@ -26,7 +26,7 @@ from xlstm_jax.dataset.grain_data_processing import make_grain_iterator
 from xlstm_jax.dataset.grain_transforms import ParseTokenizedArrayRecords
 from xlstm_jax.dataset.input_pipeline_interface import get_process_loading_data
 from xlstm_jax.dataset.prepare import prepare
-from xlstm_jax.dataset.sources.standard_library import load_standard_library, yardsticks
+from xlstm_jax.dataset.sources.standard_library import compressor_baselines, load_standard_library
 from xlstm_jax.dataset.tokenizers.light import train_tokenizer
 
 ROWS, LENGTH, END = 8, 16, 256
@@ -118,7 +118,7 @@ def test_the_standard_library_needs_nothing_but_its_name_and_says_what_to_beat(c
     assert text[0] != text[1]
     corpus = load_standard_library()
     assert corpus.sha256 in caplog.text
-    assert f"gzip {yardsticks(corpus.validation)['gzip']:.3f}" in caplog.text
+    assert f"gzip {compressor_baselines(corpus.validation)['gzip']:.3f}" in caplog.text
 
 
 def test_synthetic_data_is_made_by_the_same_call():

@@ -86,7 +86,7 @@ def read_standard_library(config, world: World):
     train, validation = ([SimpleNamespace(content=name)] for name in (b"train", b"validation"))
     corpus = SimpleNamespace(train=train, validation=validation, describe=str)
     world.monkeypatch.setattr(standard_library, "load_standard_library", lambda: corpus)
-    world.monkeypatch.setattr(standard_library, "yardsticks", lambda _: {})
+    world.monkeypatch.setattr(standard_library, "compressor_baselines", lambda _: {})
     texts = standard_library.open_config(config).numbered()
     return texts.read(range(len(texts)))
 

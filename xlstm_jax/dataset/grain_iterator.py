@@ -1,9 +1,9 @@
 """Per-host toolbox on grain: batches in which each host reads its own part of the documents in its own order.
 
 `create_data_iterator` uses `xlstm_jax.dataset.order` instead, with one order for any number of hosts. Worker processes
-can prepare rows; the process of the host makes batches of them. Without packing, the order is the same for any number of
-workers. With packing it is not, because each worker fills its own rows: resume a state with the number of workers that
-it was saved with.
+can prepare rows; the process of the host makes batches of them. Without packing, the order is the same for any number
+of workers. With packing it is not, because each worker fills its own rows: resume a state with the number of workers
+that it was saved with.
 """
 
 import logging

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xlstm_jax.configs import ConfigDict, ConfigError, describe_ignored, refuse_ignored
-from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary, is_at_hand, is_local
+from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary, is_available_offline, is_local
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary, check_vocabularies
 from xlstm_jax.models.configs import ModelConfig
@@ -213,7 +213,7 @@ def _check_vocabularies(data: DataRecipe, num_ids: int | None) -> None:
     prepare, vocabularies = data.prepare, {}
     if prepare is None:
         for name, config in data.named_sets().items():
-            if is_at_hand(config):
+            if is_available_offline(config):
                 with _named(name):
                     vocabularies[name] = find_vocabulary(config)
     elif prepare.train_vocab_size is not None or is_local(prepare.tokenizer_path):

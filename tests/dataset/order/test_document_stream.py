@@ -37,7 +37,7 @@ def test_without_a_seed_documents_keep_their_order_pass_after_pass():
 
 @pytest.mark.parametrize("few", [2**16, 1])
 def test_every_pass_has_all_documents_once_in_an_order_of_its_own(few, monkeypatch):
-    monkeypatch.setattr(document_stream, "_FEW", few)
+    monkeypatch.setattr(document_stream, "_MAX_STORED_PERMUTATION", few)
     document_stream._order_of_pass.cache_clear()
     with streaming(numbered(), shuffle_seed=4) as stream:
         passes = [draw(stream, NUMBER) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The standard library is a corpus: the right files, a split that stays, a hash that tells, and honest yardsticks."""
+"""The standard library is a corpus: the right files, a stable split, a hash that identifies it, and true baselines."""
 
 import hashlib
 import logging
@@ -15,9 +15,9 @@ from xlstm_jax.dataset.sources.standard_library import (
     VALIDATION_SHARE,
     Corpus,
     Document,
+    compressor_baselines,
     count_bytes,
     load_standard_library,
-    yardsticks,
 )
 
 SOURCES = {"b.py": b"import a\n", "a.py": b"x = 1\r\n", "package/__init__.py": b"\xff\xfe no text", "a/b.py": b"y"}
@@ -155,7 +155,7 @@ def test_files_that_cannot_be_read_are_counted_and_left_out(library, caplog):
         corpus = load_standard_library(library)
     assert corpus.num_unreadable == 2
     assert len(corpus.documents) == len(SOURCES)
-    assert [record.getMessage().partition(" paths")[0] for record in caplog.records] == ["The corpus is without 2"]
+    assert [record.getMessage().partition(" paths")[0] for record in caplog.records] == ["2 unreadable"]
 
 
 def test_folders_that_cannot_be_listed_are_counted(library, monkeypatch):
@@ -183,27 +183,27 @@ def random_bytes(size):
     return np.random.default_rng(0).bytes(size)
 
 
-def test_yardsticks_find_nothing_in_noise_and_much_in_zeros():
-    for bits in yardsticks([Document("noise", random_bytes(100_000))]).values():
+def test_compressor_baselines_find_nothing_in_noise_and_much_in_zeros():
+    for bits in compressor_baselines([Document("noise", random_bytes(100_000))]).values():
         assert 8 < bits < 8.1
-    for bits in yardsticks([Document("zeros", bytes(100_000))]).values():
+    for bits in compressor_baselines([Document("zeros", bytes(100_000))]).values():
         assert 0 < bits < 0.02
 
 
-def test_yardsticks_read_all_documents_as_one():
+def test_compressor_baselines_read_all_documents_as_one():
     # What comes again 100 kB later is beyond the window of gzip, not that of xz.
     noise = Document("noise", random_bytes(100_000))
-    bits = yardsticks([noise, noise])
+    bits = compressor_baselines([noise, noise])
     assert 8 < bits["gzip"] < 8.1
     assert 4 < bits["xz"] < 4.1
 
 
-def test_yardsticks_of_the_running_python_are_those_of_source_code(corpus):
-    bits = yardsticks(corpus.validation)
+def test_compressor_baselines_of_the_running_python_are_those_of_source_code(corpus):
+    bits = compressor_baselines(corpus.validation)
     assert 1.2 < bits["xz"] < bits["gzip"] < 2.4
 
 
 @pytest.mark.parametrize("documents", [[], [Document("empty", b"")]])
-def test_yardsticks_refuse_nothing(documents):
+def test_compressor_baselines_refuse_nothing(documents):
     with pytest.raises(ValueError, match=f"nothing to compress in these {len(documents)} documents"):
-        yardsticks(documents)
+        compressor_baselines(documents)

@@ -19,7 +19,7 @@ from xlstm_jax.dataset.hf_tokenizer import load_tokenizer
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.shards.manifest import MANIFEST_FILE, read_manifest
 from xlstm_jax.dataset.sources.text_measures import measure_text
-from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary, is_at_hand
+from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary, is_available_offline
 from xlstm_jax.dataset.tokenizers.light import train_tokenizer
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError
@@ -57,7 +57,7 @@ def test_shards_have_the_vocabulary_of_their_manifest(fields, folder):
     vocabulary = find_vocabulary(shards(folder / "trained", **fields))
     assert (vocabulary.size, vocabulary.digest) == (manifest.vocab_size, manifest.tokenizer_digest)
     assert len(vocabulary.load_tokenizer()) == vocabulary.size == 280
-    assert is_at_hand(shards(folder / "trained", **fields))
+    assert is_available_offline(shards(folder / "trained", **fields))
 
 
 def test_a_loader_knows_the_vocabulary_of_its_data(folder):
@@ -85,8 +85,8 @@ def test_a_default_is_no_tokenizer_that_is_set(folder):
     config = shards(folder / "bytes")
     assert config.tokenizer_path == "gpt2"
     assert find_vocabulary(config).size == 257
-    assert is_at_hand(config)
-    assert not is_at_hand(shards(folder / "bytes", tokenizer_path="gpt2"))
+    assert is_available_offline(config)
+    assert not is_available_offline(shards(folder / "bytes", tokenizer_path="gpt2"))
 
 
 def test_where_the_tokenizer_that_is_set_cannot_be_loaded_the_manifest_holds_and_the_log_says_so(folder, caplog):
@@ -130,7 +130,7 @@ def test_shards_without_a_manifest_need_a_tokenizer(folder, tmp_path):
     foreign = without_manifest(folder / "bytes", tmp_path / "foreign")
     assert find_vocabulary(shards(foreign, tokenizer_path="byte")).size == 257
     assert find_vocabulary(shards(foreign, tokenizer_path=None)) is None
-    assert not is_at_hand(shards(foreign, tokenizer_path=None))
+    assert not is_available_offline(shards(foreign, tokenizer_path=None))
     with pytest.raises(ConfigError, match=rf"tokenizer_path is None, but .*train has no {MANIFEST_FILE}"):
         create_data_iterator(shards(foreign, tokenizer_path=None), make_mesh())
     iterator = create_data_iterator(shards(foreign, tokenizer_path=None, add_eod=False), make_mesh())

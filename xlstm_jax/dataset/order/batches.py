@@ -1,9 +1,9 @@
 """Batches in an order that is a function of the seed and the step alone.
 
-Every process lays out all rows of every batch, and writes only its own. So all of them agree without a word between
-them, and where they stand is the same small state everywhere: it can be taken up by another number of processes, and of
-workers, with exactly the next batch. The price is that each process reads all documents: millions of tokens a second
-where they are tokenised already (`benchmarks/data.py`).
+Every process plans all rows of every batch, and fills only its own. So the processes agree without communication, and
+their state is the same small value everywhere: another number of processes or workers resumes it with exactly the next
+batch. The price is that each process reads all documents, at millions of tokens per second if they are tokenised
+already (`benchmarks/data.py`).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _STATE_VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class BatchOrder:
-    """All that decides on the batches, beside the sources."""
+    """All settings that determine the batches, besides the sources."""
 
     length: int
     """The number of tokens in a row."""
@@ -36,13 +36,13 @@ class BatchOrder:
     """From the index of a batch to the number of its rows."""
     packing: PackingName = "stream"
     num_bins: int = 1
-    """How many rows `first_fit` fills at a time."""
+    """The number of rows that `first_fit` fills at a time."""
     weights: WeightSchedule | None = None
     """The shares of several sources."""
     is_endless: bool = True
-    """Go through the documents again and again without a border; otherwise a pass ends with padded rows."""
+    """Repeat the documents without padding between passes; otherwise each pass ends with padded rows."""
     stops_after_pass: bool = False
-    """Let an endless iterator stop once it has gone through all sources again; it goes on if it is asked."""
+    """Stop an endless iterator whenever every source has been read once more; the next call continues."""
     first_input: int = 0
     """The first input of a document."""
 
@@ -56,15 +56,14 @@ class BatchOrder:
 class OrderedBatches(Iterator[LLMBatch]):
     """The rows of this process, batch after batch.
 
-    Where the order says so, the iterator stops after each pass over the documents, and goes on with the next pass if it
-    is asked again.
+    With `stops_after_pass`, the iterator stops after each pass over the documents; the next call starts the next pass.
 
     Args:
         sources: The documents.
-        order: What decides on the batches.
+        order: The settings of the batches.
         own_rows: From the number of rows in a batch to the indices of those of this process.
-        num_workers: The number of processes that read and tokenise; 0 to do it in this one.
-        description: What else a state has to have in common with this iterator, for JSON.
+        num_workers: The number of processes that read and tokenise; 0 for a thread of this process.
+        description: Further facts that must be the same when a state is restored, for JSON.
     """
 
     def __init__(
@@ -91,13 +90,13 @@ class OrderedBatches(Iterator[LLMBatch]):
             "is_endless": order.is_endless,
             **(description or {}),
         }
-        # One worker may use threads; several would get in each other's way.
+        # One worker may use threads; the threads of several workers would compete.
         environment = {"TOKENIZERS_PARALLELISM": "false"} if num_workers > 1 else {}
         self._pool = WorkerPool(ReadDocuments(sources), num_workers, environment)
         self._streams = [DocumentStream(sources, index, self._pool) for index in range(len(sources))]
-        self._begin()
+        self._restart()
 
-    def _begin(self) -> None:
+    def _restart(self) -> None:
         self._mixture = Mixture(self._streams, self._weights)
         self._packing = self._order.create_packing()
         self._step = 0
@@ -109,7 +108,7 @@ class OrderedBatches(Iterator[LLMBatch]):
         return self
 
     def __next__(self) -> LLMBatch:
-        if self._order.stops_after_pass and self._has_gone_through_all():
+        if self._order.stops_after_pass and self._has_read_all():
             self._begin_epoch()
             raise StopIteration
         limit = None if self._order.is_endless else (self._pass + 1) * len(self._sources[0].documents)
@@ -124,8 +123,8 @@ class OrderedBatches(Iterator[LLMBatch]):
         own = [rows[index] for index in self._own_rows(num_rows)]
         return make_batch(own, self._order.length, self._order.first_input)
 
-    def _has_gone_through_all(self) -> bool:
-        """Tell whether every source that has a share has been gone through since the epoch began."""
+    def _has_read_all(self) -> bool:
+        """Return whether every source with a share has been read once since the epoch started."""
         return all(
             stream.position - begin >= len(source.documents)
             for source, stream, begin, share in self._by_source(self._epoch_begin, self._weights(self._step))
@@ -133,7 +132,7 @@ class OrderedBatches(Iterator[LLMBatch]):
         )
 
     def _begin_epoch(self) -> None:
-        """Let each source begin with the pass that it is in; one that has not been gone through goes on."""
+        """Start the epoch at the current pass of each source; unfinished sources continue."""
         self._epoch_begin = [
             begin + (stream.position - begin) // len(source.documents) * len(source.documents)
             for source, stream, begin in self._by_source(self._epoch_begin)
@@ -143,7 +142,7 @@ class OrderedBatches(Iterator[LLMBatch]):
         return zip(self._sources, self._streams, *values, strict=True)
 
     def get_state(self) -> dict[str, Any]:
-        """Return where the iterator stands, for JSON; it is the same in every process."""
+        """Return the position of the iterator, for JSON; it is the same in every process."""
         return {
             "data": self._description,
             "step": self._step,
@@ -155,10 +154,10 @@ class OrderedBatches(Iterator[LLMBatch]):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Compare what a state is of with what this iterator is of.
+        """Compare the data and the batches of a state with those of this iterator.
 
         Raises:
-            ValueError: They are other data, or other batches; the message has the differences.
+            ValueError: They differ; the message lists the differences.
         """
         check_keys(state, "data", "step", "pass", "epoch_begin", "counts", "mixture", "packing")
         before, now = _flatten(state["data"]), _flatten(self._description)
@@ -169,22 +168,22 @@ class OrderedBatches(Iterator[LLMBatch]):
             raise ValueError("\n".join(["This state belongs to other data or other batches:", *lines]))
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where an iterator of the same data stood, with whatever number of processes and workers."""
+        """Resume the state of an iterator of the same data, with any number of processes and workers."""
         self.check_state(state)
         pieces = [piece for rows in state["packing"].values() for row in rows for piece in row]
-        found = {
+        documents = {
             (index, position): document
             for index, stream in enumerate(self._streams)
             for position, document in stream.fetch(sorted({piece[1] for piece in pieces if piece[0] == index})).items()
         }
-        self._begin()
-        self._packing.set_state(state["packing"], lambda source, position: found[source, position])
+        self._restart()
+        self._packing.set_state(state["packing"], lambda source, position: documents[source, position])
         self._mixture.set_state(state["mixture"])
         self._step, self._pass, self._epoch_begin = state["step"], state["pass"], state["epoch_begin"]
         self._counts = np.array(state["counts"], np.int64)
 
     def get_statistics(self) -> dict[str, float]:
-        """Return how well rows are filled, and how far each source has been read, since the first batch."""
+        """Return the utilization of rows and the progress in each source, since the first batch."""
         num_rows, num_pieces, num_tokens = self._counts.tolist()
         statistics = {
             "utilization": num_tokens / max(num_rows * self._order.length, 1),
@@ -197,7 +196,7 @@ class OrderedBatches(Iterator[LLMBatch]):
         return statistics
 
     def shut_down(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._pool.close()
 
 

@@ -1,4 +1,4 @@
-"""The documents of a source, pass after pass, in an order that follows from a seed."""
+"""Read the documents of a source, pass after pass, in an order that is drawn from a seed."""
 
 import functools
 import math
@@ -12,22 +12,22 @@ from xlstm_jax.dataset.background.workers import Pending, WorkerPool
 from xlstm_jax.dataset.shards.records import ShardError
 from xlstm_jax.dataset.sources.source import Document, Source
 
-_FEW = 2**16
-"""Permutations of fewer documents are kept in memory; those of more are computed place by place, which takes longer
-for fewer documents."""
+_MAX_STORED_PERMUTATION = 2**16
+"""Permutations of fewer documents are kept in memory. Larger ones are computed index by index, which would be slower
+for few documents."""
 _CHUNK_TOKENS = 2**19
-"""About how many tokens are read at a time: enough for a tokenizer to work on several documents at once, and few enough
-for the longest documents to fit into memory."""
+"""The approximate number of tokens read at a time: enough to tokenise several documents at once, and few enough for
+long documents to fit into memory."""
 _FIRST_CHUNK, _LARGEST_CHUNK = 2, 1024
-"""How many documents are read first, when their length is not known, and how many at most."""
+"""The number of documents read first, before their mean length is known, and the largest number."""
 
 
 class DocumentStream:
-    """Draws the documents of a source one by one, and reads ahead.
+    """Yields the documents of a source one by one, and reads ahead.
 
     Args:
         sources: All sources that the pool reads.
-        index: Which of them this one is.
+        index: The index of this source.
         pool: Applies `ReadDocuments` of these sources.
     """
 
@@ -44,11 +44,11 @@ class DocumentStream:
 
     @property
     def position(self) -> int:
-        """Where the next document stands."""
+        """The position of the next document in the endless order of the source."""
         return self._position
 
     def seek(self, position: int) -> None:
-        """Let the document at a position be the next one."""
+        """Continue with the document at a position."""
         self._position = self._next_read = position
         self._ahead: deque[Pending] = deque()
         self._ready: deque[np.ndarray] = deque()
@@ -69,7 +69,7 @@ class DocumentStream:
         return None
 
     def fetch(self, positions: Sequence[int]) -> dict[int, Document]:
-        """Return the documents at some positions; the order of those to be drawn does not change."""
+        """Return the documents at some positions, without moving the stream."""
         tokens = self._submit(positions).result()
         found = {position: self._finish(position, row) for position, row in zip(positions, tokens, strict=True)}
         missing = [position for position, document in found.items() if document is None]
@@ -81,7 +81,7 @@ class DocumentStream:
         return {position: document for position, document in found.items() if document is not None}
 
     def _read_next(self, limit: int | None) -> None:
-        """Wait for the next documents, and let more be read meanwhile."""
+        """Wait for the next documents, after submitting reads of later ones."""
         end = math.inf if limit is None else limit
         while len(self._ahead) < self._pool.num_ahead and self._next_read < end:
             stop = int(min(self._next_read + self._chunk, end))
@@ -90,7 +90,7 @@ class DocumentStream:
         try:
             documents = self._ahead.popleft().result()
         except Exception:
-            self.seek(self._position)  # Whoever asks again gets these documents, or the same error.
+            self.seek(self._position)  # The next call reads these documents again, or raises the same error.
             raise
         self._ready.extend(documents)
         mean_length = max(sum(map(len, documents)) // len(documents), 1)
@@ -100,7 +100,7 @@ class DocumentStream:
         return self._pool.submit((self._index, self._documents_at(positions)))
 
     def _documents_at(self, positions: Sequence[int]) -> list[int]:
-        """Return which documents stand at some positions: in each pass, all of them in an order of its own."""
+        """Return the indices of the documents at some positions; each pass has its own permutation."""
         size, seed = self._num_documents, self._source.shuffle_seed
         if seed is None:
             return [position % size for position in positions]
@@ -112,8 +112,8 @@ class DocumentStream:
                 return None
             (index,) = self._documents_at([position])
             raise ValueError(
-                f"Document {index} of {self._source.location} has no tokens. Take it out, or set "
-                'on_bad_data="skip" to leave such documents out and count them.'
+                f"Document {index} of {self._source.location} has no tokens. Remove it, or set "
+                'on_bad_data="skip" to skip and count such documents.'
             )
         if self._source.eod_token_id is not None:
             tokens = np.append(tokens, np.int32(self._source.eod_token_id))
@@ -121,7 +121,7 @@ class DocumentStream:
 
 
 class ReadDocuments:
-    """Reads documents of several sources: what workers do.
+    """The work of a worker: read documents of several sources.
 
     Args:
         sources: The sources.
@@ -131,7 +131,7 @@ class ReadDocuments:
         self._sources = sources
 
     def __call__(self, task: tuple[int, Sequence[int]]) -> list[np.ndarray]:
-        """Return the tokens of the documents with some indices in a source; none for those that are to be left out."""
+        """Return the tokens of some documents of a source; skipped documents have none."""
         index, indices = task
         source = self._sources[index]
         if source.on_bad_data == "error":
@@ -155,9 +155,9 @@ class ReadDocuments:
 
 @functools.lru_cache(maxsize=64)
 def _order_of_pass(size: int, seed: int, number: int) -> Callable[[int], int]:
-    """Return a permutation of the numbers below `size` that is drawn from a seed and the number of a pass."""
+    """Return a permutation of the indices below `size`, drawn from a seed and the number of a pass."""
     random = np.random.SeedSequence((seed, number))
-    if size < _FEW:
+    if size < _MAX_STORED_PERMUTATION:
         return np.argsort(random.generate_state(size, np.uint64), kind="stable").item
     (own_seed,) = random.generate_state(1).tolist()
     return functools.partial(index_shuffle, max_index=size - 1, seed=own_seed, rounds=4)

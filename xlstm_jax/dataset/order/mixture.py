@@ -1,4 +1,4 @@
-"""Documents of several sources, in proportion to weights."""
+"""Mix documents of several sources by their shares of tokens."""
 
 import bisect
 import math
@@ -10,12 +10,12 @@ from xlstm_jax.dataset.sources.source import Document
 
 
 class WeightSchedule:
-    """The share of tokens that each source has, from given steps on.
+    """The share of tokens of each source, as a function of the step.
 
     Args:
         num_sources: The number of sources.
-        weights: The weight of each source, in any unit; equal ones if not given.
-        at_steps: From these steps on, other weights.
+        weights: The weight of each source, in any unit; equal weights by default.
+        at_steps: Other weights, by the step from which they apply.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class WeightSchedule:
         return self._shares[bisect.bisect_right(self._steps, step) - 1]
 
     def describe(self) -> dict[str, list[float]]:
-        """Return, for JSON, the shares by the steps at which they begin."""
+        """Return, for JSON, the shares by the step from which they apply."""
         return {str(step): shares for step, shares in zip(self._steps, self._shares, strict=True)}
 
 
 class Mixture:
     """Draws each document from the source that is furthest behind its share of tokens.
 
-    Each document drawn gives every source its share of the document's tokens as credit, and takes all of them from its
-    own source. The most credit goes first, so no source is ever off by more than the length of some documents.
+    Each drawn document credits every source with the source's share of the document's tokens, and debits its own source
+    with all of them. The source with the most credit is next, so the error of a share never exceeds a few documents.
 
     Args:
         streams: The documents of each source.
@@ -68,8 +68,8 @@ class Mixture:
         """Return the next document.
 
         Args:
-            step: The step that the document is for.
-            limit: The position at which a source ends, if it does.
+            step: The step that the document is drawn for.
+            limit: The position at which a source ends, if it ends.
         """
         shares = self._weights(step)
         chosen = max((index for index, share in enumerate(shares) if share), key=self._credits.__getitem__)
@@ -81,7 +81,7 @@ class Mixture:
         return document
 
     def get_state(self) -> dict[str, Any]:
-        """Return where all sources stand, for JSON."""
+        """Return the positions of all sources, for JSON."""
         return {
             "positions": [stream.position for stream in self._streams],
             "skipped": [stream.num_skipped for stream in self._streams],
@@ -89,7 +89,7 @@ class Mixture:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where a mixture of the same sources stood."""
+        """Resume the state of a mixture of the same sources."""
         for stream, position, skipped in zip(self._streams, state["positions"], state["skipped"], strict=True):
             stream.seek(position)
             stream.num_skipped = skipped

@@ -1,4 +1,4 @@
-"""Packing in which each piece of a document goes into the first row that has room for it."""
+"""Packing in which each piece of a document goes into the first row with room for it."""
 
 from collections import deque
 
@@ -8,13 +8,13 @@ from xlstm_jax.dataset.packing.rows import Draw, Find, PackingState, Piece, Row,
 
 
 class FirstFitPacking:
-    """Puts each piece into the first row that has room for it; documents longer than a row are cut into several pieces.
+    """Puts each piece into the first row with room for it; documents longer than a row are cut into pieces.
 
-    Some rows are filled at a time. If a piece fits into none of them, the fullest is finished and makes room.
+    Several rows (bins) are open at a time. If a piece fits into none of them, the fullest row is finished and replaced.
 
     Args:
         length: The number of tokens in a row.
-        num_bins: How many rows are filled at a time; with 0, every piece has a row of its own.
+        num_bins: The number of open rows; with 0, every piece is a row of its own.
     """
 
     def __init__(self, length: int, num_bins: int):
@@ -65,7 +65,7 @@ class FirstFitPacking:
         self._room = np.array([self._length - sum(piece.stop - piece.start for piece in row) for row in bins])
 
     def get_state(self) -> PackingState:
-        """Return the rows that are being filled, those that are finished, and what is left of a document."""
+        """Return the open rows, the finished rows, and the remainder of a document."""
         rest = [[] if self._rest is None else [self._rest]]
         return {
             "bins": describe_rows(self._bins),
@@ -74,7 +74,7 @@ class FirstFitPacking:
         }
 
     def set_state(self, state: PackingState, find: Find) -> None:
-        """Take up these rows."""
+        """Restore these rows."""
         self._set_bins(find_rows(state["bins"], find))
         self._finished = deque(find_rows(state["finished"], find))
         (rest,) = find_rows(state["rest"], find)

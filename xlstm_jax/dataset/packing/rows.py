@@ -14,13 +14,13 @@ from xlstm_jax.dataset.sources.source import Document
 
 
 class Piece(NamedTuple):
-    """Some tokens of a document, one after the other."""
+    """Consecutive tokens of a document."""
 
     document: Document
     start: int
     stop: int
     origin: int
-    """Where positions are counted from: the first token that the model has seen of what it still remembers."""
+    """The token at which positions start: the first one of the document that the recurrent state still covers."""
 
 
 Row = list[Piece]
@@ -29,7 +29,7 @@ Draw = Callable[[], Document | None]
 Find = Callable[[int, int], Document]
 """Returns the document of a source at a position."""
 PackingState = Mapping[str, list[list[list[int]]]]
-"""Rows by name, for JSON; a piece is its source, the position of its document there, and its other fields."""
+"""Rows by name, for JSON; a piece is stored as the source and position of its document, and its other fields."""
 
 
 @runtime_checkable
@@ -37,23 +37,23 @@ class Packing(Protocol):
     """Fills rows with documents."""
 
     def fill(self, num_rows: int, draw: Draw) -> list[Row]:
-        """Return the next rows; those for which there is no document are empty."""
+        """Return the next rows; they are empty once there are no more documents."""
         ...
 
     def get_state(self) -> PackingState:
-        """Return the pieces that have been drawn and not yet been laid out."""
+        """Return the pieces that have been drawn and are not yet in a returned row."""
         ...
 
     def set_state(self, state: PackingState, find: Find) -> None:
-        """Take up these pieces."""
+        """Restore these pieces."""
         ...
 
 
 def make_batch(rows: Sequence[Row], length: int, first_input: int) -> LLMBatch:
-    """Write rows as a batch of NumPy arrays.
+    """Make a batch of NumPy arrays from rows.
 
-    The input before a target is the token before it in its document, or `first_input` if there is none: no token of
-    one document is an input of another.
+    The input of a target is the previous token of its document, or `first_input` for the first token: no token of one
+    document is an input of another.
 
     Args:
         rows: The rows.

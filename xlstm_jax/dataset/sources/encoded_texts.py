@@ -10,7 +10,7 @@ from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 
 
 class EncodedTexts:
-    """The documents of some texts, tokenised as they are read.
+    """The `Documents` of some texts, tokenised as they are read.
 
     Args:
         texts: The texts.
@@ -29,14 +29,14 @@ class EncodedTexts:
     def read(self, indices: Sequence[int]) -> list[np.ndarray]:
         """Return the tokens of some documents."""
         texts = self._texts.read(indices)
-        # Of an empty text, special tokens would be all that there is to learn.
+        # An empty text would consist of special tokens only.
         return [tokens if text else tokens[:0] for text, tokens in zip(texts, self._encoder(texts), strict=True)]
 
     @property
     def tokenizer_digest(self) -> str:
-        """What the tokenizer is known by."""
+        """The digest of the tokenizer."""
         return self._encoder.digest
 
     def describe(self) -> dict[str, Any]:
-        """Return by what these documents are told from others."""
+        """Return what identifies these documents."""
         return {"documents": len(self), "texts": self._texts.digest, "tokenizer": self.tokenizer_digest}

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 HUB_PREFIX = "hf:"
 """The prefix of the name of a data set on the hub."""
 _SAMPLE = 256
-"""How many rows of a data set tell it from others."""
+"""The number of rows that the digest of a data set covers."""
 
 
 class ColumnTexts:
-    """A column of a data set of Hugging Face.
+    """A column of a Hugging Face data set.
 
     Args:
         dataset: The data set.
@@ -36,7 +36,7 @@ class ColumnTexts:
             raise ValueError(f"There is no column {column!r}, only {', '.join(dataset.column_names)}: set data_column.")
         self._dataset = dataset.select_columns([column])
         self._column = column
-        # All of it may be too much to read: some of it tells most sets apart, wherever they are stored.
+        # Reading all rows may take too long; a sample distinguishes most data sets, wherever they are stored.
         rows = np.linspace(0, len(dataset) - 1, num=_SAMPLE, dtype=int).tolist() if len(dataset) else []
         self.digest = hashlib.sha256(repr([len(dataset), self._dataset[rows][column]]).encode()).hexdigest()
 
@@ -50,7 +50,7 @@ class ColumnTexts:
             if not isinstance(text, str):
                 raise ValueError(
                     f"Row {index} of the column {self._column!r} holds a {type(text).__name__}, not a text: set "
-                    'data_column, or on_bad_data="skip" to leave such rows out.'
+                    'data_column, or on_bad_data="skip" to skip such rows.'
                 )
         return texts
 
@@ -59,7 +59,7 @@ class ColumnTexts:
         return self._dataset[start:stop][self._column]
 
     def describe(self) -> Mapping[str, Any]:
-        """Return, for JSON, what tells these texts from others."""
+        """Return, for JSON, what identifies the texts."""
         samples = self._dataset[spread_numbers(len(self))][self._column]
         return {
             "column": self._column,
@@ -108,7 +108,7 @@ def open_paths(paths: Sequence[str], options: PathOptions) -> NumberedTexts | No
 
 
 def load_huggingface_dataset(config: HFHubDataConfig) -> "datasets.Dataset":
-    """Load a data set from the hub, or from a folder; also from one that `save_to_disk` has written."""
+    """Load a data set from the hub or from a folder, including folders written by `save_to_disk`."""
     try:
         import datasets
     except ImportError as error:
@@ -141,5 +141,5 @@ def load_huggingface_dataset(config: HFHubDataConfig) -> "datasets.Dataset":
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Return whether a path is a folder that `save_to_disk` of a data set has written."""
+    """Return whether a path is a folder written by `save_to_disk` of a data set."""
     return any(Path(path, file).is_file() for file in ("dataset_dict.json", "state.json"))

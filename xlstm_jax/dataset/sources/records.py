@@ -38,7 +38,7 @@ class RecordTexts:
             return record.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"The {self._records.locate(index)} is no UTF-8 text ({error}): take it out, set "
+                f"The {self._records.locate(index)} is not UTF-8 text ({error}): remove it, set "
                 'on_bad_data="skip", or, if the records are tokens, tokenize_data=False.'
             ) from error
 

@@ -29,7 +29,7 @@ class Texts(Protocol):
 
     @property
     def digest(self) -> str:
-        """What tells these texts from others."""
+        """A hash that identifies the texts."""
         ...
 
 
@@ -92,7 +92,7 @@ class Documents(Protocol):
         ...
 
     def read(self, indices: Sequence[int]) -> list[np.ndarray]:
-        """Return the tokens of some documents, without the end of a document."""
+        """Return the tokens of some documents, without the token that ends a document."""
         ...
 
     @property
@@ -101,7 +101,7 @@ class Documents(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return, for JSON, by what this set is told from others, wherever it is stored."""
+        """Return, for JSON, what identifies this set, wherever it is stored."""
         ...
 
 
@@ -109,44 +109,44 @@ class Document(NamedTuple):
     """One document."""
 
     source: int
-    """Which of several sources it is from."""
+    """The index of its source."""
     position: int
-    """Where it stands in the endless order of its source."""
+    """Its position in the endless order of its source."""
     tokens: np.ndarray
-    """All of its tokens, the end of the document among them."""
+    """All of its tokens, including the one that ends it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Documents, and how they are read."""
+    """Documents, and how a training run reads them."""
 
     documents: Documents
     shuffle_seed: int | None = None
-    """Each pass has an order of its own that follows from this seed; without one, documents keep their order."""
+    """The seed of the order of each pass; `None` to keep the order of the documents."""
     eod_token_id: int | None = None
-    """What is put at the end of each document."""
+    """The token that is appended to each document, if any."""
     on_bad_data: Literal["error", "skip"] = "error"
-    """Whether a document that has no tokens or is no text is an error, or is left out and counted."""
+    """Whether a document without tokens, or that is not text, is an error, or is skipped and counted."""
     skips_unreadable: bool = True
-    """Whether that also holds of a document whose file is missing or damaged, which one of several processes alone may
-    find: they would no longer agree."""
+    """Whether "skip" includes documents whose file is missing or damaged. With several processes it must not: only some
+    of them may find the file so, and they would no longer agree."""
     name: str = "data"
-    """What the source is called in statistics."""
+    """The name of the source in statistics."""
     location: str = "the data"
-    """What it is called in messages."""
+    """The name of the source in messages."""
     num_skipped: int = 0
-    """How many documents were left out when it was opened."""
+    """The number of documents skipped while it was opened."""
     vocabulary: Vocabulary | None = None
     """The token ids that documents can hold, where they are known beforehand."""
 
     @property
     def num_tokens(self) -> int | None:
-        """The number of tokens in a pass, the ends of documents among them, where it is known."""
+        """The number of tokens in a pass, including those that end documents, where it is known."""
         count = self.documents.num_tokens
         return None if count is None else count + len(self.documents) * (self.eod_token_id is not None)
 
     def describe(self) -> dict[str, Any]:
-        """Return, for JSON, all that decides on the documents and their order."""
+        """Return, for JSON, everything that determines the documents and their order."""
         return {
             **self.documents.describe(),
             "shuffle_seed": self.shuffle_seed,

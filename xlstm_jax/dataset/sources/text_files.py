@@ -1,4 +1,4 @@
-"""Documents from files of plain text, JSON lines and Parquet: one at a time, and always in the same order."""
+"""Plain text, JSON lines and Parquet files as a source: one document at a time, always in the same order."""
 
 import contextlib
 import glob
@@ -25,34 +25,34 @@ LOGGER = logging.getLogger(__name__)
 
 
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "pyarrow"}
-"""From the last suffix of a file to the module that reads it, imported when needed: some builds of Python lack one."""
+"""The module that reads each compression, by suffix; imported when needed, as some builds of Python lack one."""
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET_ROWS = 256
-"""How many rows are read at a time."""
+"""The number of rows read at a time."""
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 16
-"""How many places of a file are looked at to tell it from others."""
+"""The number of parts of a file that its description hashes."""
 _SHORTEST_DOCUMENT = 4
-"""The largest number of bytes that a character has in UTF-8: no cut is shorter."""
+"""The largest number of bytes of a UTF-8 character: no piece of a document is shorter."""
 
 
 class TextFiles:
-    """The documents of files: all of the files are found at once, what is in them is read when it is asked for.
+    """The documents of files. Files are listed when it is created, and read lazily.
 
-    A file of plain text is one document, or several if it is long. JSON lines (`.jsonl`, `.ndjson`, `.json`) have an
-    object on each line, and Parquet files have rows; each is a document. All but Parquet files may be compressed
-    (`.gz`, `.bz2`, `.xz`, `.zst`).
+    A plain text file is one document, or several if it is long. Each line of JSON lines (`.jsonl`, `.ndjson`, `.json`),
+    an object, is a document, and so is each row of a Parquet file. All but Parquet files may be compressed (`.gz`,
+    `.bz2`, `.xz`, `.zst`).
 
     Args:
-        path: A file, a folder with all that is in it and below but is not hidden, or a pattern such as `data/*.txt`;
-            or several of these.
-        column: The field of an object, or the column of a table, that has the text.
-        on_bad_data: Whether a document that cannot be used is an error, or is left out and counted in `skipped`.
-        max_document_bytes: Plain text that is longer is cut at the ends of lines, or between characters where a line is
-            longer still; the documents together are the text. `None` for no cuts.
+        path: A file, a folder (all files in it and its subfolders that are not hidden), or a pattern such as
+            `data/*.txt`; or several of these.
+        column: The field of an object, or the column of a table, that holds the text.
+        on_bad_data: Whether an unusable document is an error, or is skipped and counted in `skipped`.
+        max_document_bytes: Longer plain text is cut at line ends, or between characters if a line is longer; the
+            documents together are the text. `None` for no cuts.
 
     Raises:
-        ValueError: There is no file, or a path names something that is neither a file nor a folder.
+        ValueError: There is no file, or a path is neither a file nor a folder.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TextFiles:
 
     @property
     def skipped(self) -> Counter[str]:
-        """How many documents have been left out, by reason."""
+        """The number of skipped documents, by reason."""
         return self._policy.skipped
 
     @property
@@ -86,12 +86,12 @@ class TextFiles:
 
     @property
     def num_bytes_read(self) -> int:
-        """How many bytes of the files lie behind the last document."""
+        """The number of bytes read up to the end of the last document."""
         return self._bytes_of_read_files + (self._open_file.tell() if self._open_file else 0)
 
     @property
     def locations(self) -> list[Path]:
-        """The files and folders that were asked for, and all files that were found there."""
+        """The given files and folders, and all files found there."""
         return [*(Path(match) for path in self._paths for match in _find_matches(path)), *self.files]
 
     def __iter__(self) -> Iterator[str]:
@@ -107,7 +107,7 @@ class TextFiles:
         return TextStore.build(self)
 
     def documents(self, start: Position = BEGINNING) -> Iterator[tuple[Position, str]]:
-        """Yield documents and where they stand, from a position on."""
+        """Yield documents with their positions, from a position on."""
         first_file, first_document = start
         self._bytes_of_read_files = sum(self._sizes[:first_file])
         for index in range(first_file, len(self.files)):
@@ -117,10 +117,10 @@ class TextFiles:
             self._bytes_of_read_files += self._sizes[index]
 
     def sample(self, num_bytes: int) -> Iterator[str]:
-        """Yield documents from the beginnings of all files, of each about as much as its share in `num_bytes`."""
+        """Yield documents from the start of each file, in proportion to its size, of about `num_bytes` in total."""
         taken = 0
-        for index, passed in enumerate(itertools.accumulate(self._sizes)):
-            wanted = num_bytes * passed / max(self.num_bytes, 1)
+        for index, end in enumerate(itertools.accumulate(self._sizes)):
+            wanted = num_bytes * end / max(self.num_bytes, 1)
             if taken < wanted:
                 for text in self._good_documents(self.files[index]):
                     yield text
@@ -129,11 +129,11 @@ class TextFiles:
                         break
 
     def describe(self) -> dict[str, Any]:
-        """Return, for JSON, what decides on the documents, as far as names, sizes and samples of the files say."""
+        """Return, for JSON, what determines the documents: names, sizes and samples of the files."""
         sha256 = hashlib.sha256()
         for file, size in zip(self.files, self._sizes, strict=True):
             sha256.update(f"{file.name}\0{size}\0".encode(errors="surrogateescape"))
-            with contextlib.suppress(OSError):  # A file that cannot be read is a bad document.
+            with contextlib.suppress(OSError):  # An unreadable file is reported as a bad document.
                 for content in _read_samples(file, size):
                     sha256.update(content)
         return {
@@ -220,7 +220,7 @@ def _find_files(path: str) -> list[Path]:
     if not matches:
         raise ValueError(f"There is no file, and no folder, at {path}.")
     if len(matches) == 1 and _is_special(Path(matches[0])):
-        raise ValueError(f"{path} is neither a file nor a folder: write what comes out of it to a file.")
+        raise ValueError(f"{path} is neither a file nor a folder: write its output to a file.")
     files = sorted({file for match in matches for file in _files_at(Path(match))})
     if not files:
         raise ValueError(f"There are no files below {path}, or all are hidden.")
@@ -238,7 +238,7 @@ def _files_at(path: Path, links: frozenset[Path] = frozenset()) -> Iterator[Path
 
 
 def _is_special(path: Path) -> bool:
-    """Whether reading this could wait forever, as for a pipe; a link that leads nowhere is just bad data."""
+    """Return whether reading a path could block forever, as for a pipe; a dangling link is only bad data."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -268,17 +268,17 @@ def _read_plain_text(stream: io.BufferedIOBase, max_bytes: int | None) -> Iterat
 
 
 def cut_at_lines(stream: io.BufferedIOBase, max_bytes: int) -> Iterator[bytes]:
-    """Yield text in pieces that end with lines, or between characters where a line is longer than a piece."""
+    """Yield text in pieces that end at line ends, or between characters if a line is longer than a piece."""
     content = stream.read(max_bytes + 1)
     while len(content) > max_bytes:
-        end = content.rfind(b"\n", 0, max_bytes) + 1 or _last_border(content, max_bytes)
+        end = content.rfind(b"\n", 0, max_bytes) + 1 or _last_character_border(content, max_bytes)
         yield content[:end]
         content = content[end:] + stream.read(max_bytes + 1 - (len(content) - end))
     yield content
 
 
-def _last_border(content: bytes, end: int) -> int:
-    """Return the last index up to `end` at which no character of UTF-8 is cut in two."""
+def _last_character_border(content: bytes, end: int) -> int:
+    """Return the last index up to `end` that does not cut a UTF-8 character."""
     borders = range(end, end - _SHORTEST_DOCUMENT, -1)
     return next((border for border in borders if content[border] & 0xC0 != 0x80), end)
 

@@ -1,4 +1,4 @@
-"""How much text a set holds and what compressors make of it, beside which a model's bits per byte stand."""
+"""Measure the text of a data set, and the bits per byte of compressors as baselines for those of a model."""
 
 import dataclasses
 import itertools
@@ -12,22 +12,22 @@ from xlstm_jax.dataset.sources.vocabulary_lookup import encoder_of
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 
 _BLOCK = 64
-"""How many documents are read at a time."""
+"""The number of documents read at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextMeasures:
-    """The size of some documents, as text and as tokens."""
+    """The size of documents as text and as tokens, and their compressibility."""
 
     num_bytes: int
-    """The bytes of their texts."""
+    """The size of their texts."""
     num_tokens: int
-    """Their tokens, the ends of documents among them."""
+    """The number of their tokens, including those that end documents."""
     is_whole: bool
-    """Whether these are all documents of the set."""
+    """Whether all documents of the set were measured."""
     compressors: dict[str, float]
-    """The bits per byte of gzip and xz by themselves, and of xz primed with the training text where that was given and
-    is not too large; empty unless these are all documents of the set."""
+    """The bits per byte of gzip and xz, and of xz primed with the training text if that was given and is not too large;
+    empty unless all documents of the set were measured."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -41,12 +41,12 @@ def measure_text(
     training: Sequence[TextDataConfig] = (),
     max_training_bytes: int = 0,
 ) -> TextMeasures:
-    """Measure the documents of a set, or the first of them.
+    """Measure the documents of a set, up to a limit.
 
     Args:
-        config: The set. Tokens on disk are turned back into text with its tokenizer.
-        max_bytes: About how many bytes of text to read.
-        training: The sets that a model is trained on before it reads this one, to prime a compressor with.
+        config: The set. Tokens on disk are decoded with their tokenizer.
+        max_bytes: The approximate number of bytes of text to read.
+        training: The training sets, to prime a compressor with.
         max_training_bytes: Compressors are not primed if there is more training text than this.
 
     Returns:
@@ -68,11 +68,11 @@ class _Part(NamedTuple):
     text: bytes
     num_tokens: int
     is_whole: bool
-    """Whether these are all documents."""
+    """Whether all documents were read."""
 
 
 def _read_up_to(configs: Sequence[TextDataConfig], max_bytes: int) -> _Part:
-    """Read the documents of sets, one set after the other, until there are about as many bytes as wanted."""
+    """Read the documents of sets in turn, up to about `max_bytes`."""
     texts, num_bytes, num_tokens = [], 0, 0
     for text, length in itertools.chain.from_iterable(map(_read, configs)):
         if num_bytes >= max_bytes:
@@ -84,9 +84,9 @@ def _read_up_to(configs: Sequence[TextDataConfig], max_bytes: int) -> _Part:
 
 
 def _read(config: TextDataConfig) -> Iterator[tuple[bytes, int]]:
-    """Yield the text of each document and the number of its tokens, its end among them."""
+    """Yield the text of each document and the number of its tokens, including the one that ends it."""
     source = open_source(config, "measured")
-    vocabulary = source.vocabulary or Vocabulary.of_tokenizer(encoder_of(config))  # which says that none is named
+    vocabulary = source.vocabulary or Vocabulary.of_tokenizer(encoder_of(config))  # raises if no tokenizer is named
     tokenizer = vocabulary.load_tokenizer()
     num_ends = int(source.eod_token_id is not None)
     num_documents = len(source.documents)

@@ -1,4 +1,4 @@
-"""Texts by number, kept in a temporary file: any amount of them, shared by all processes that read them."""
+"""Numbered texts in a temporary file: of any size, and shared by all processes that read them."""
 
 import array
 import contextlib
@@ -17,13 +17,13 @@ import numpy as np
 _PREFIX = "xlstm_jax_texts_"
 _OFFSET_BYTES = 8
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
-"""What file systems say that know no locks."""
+"""The errors of file systems without locks."""
 
 
 class TextStore:
-    """Texts in a file: first all of them in UTF-8, then, from the next multiple of 8 on, where each begins and ends.
+    """Texts in a file: all texts in UTF-8, then, aligned to 8 bytes, the offset of each.
 
-    Make one with `build`. A pickled copy reads the same file, as long as the store that was built is alive.
+    Create it with `build`. A pickled copy reads the same file, as long as the original store is alive.
     """
 
     def __init__(self, path: Path, num_texts: int, num_bytes: int, digest: str):
@@ -40,12 +40,12 @@ class TextStore:
 
     @classmethod
     def build(cls, texts: Iterable[str], folder: str | os.PathLike | None = None) -> "TextStore":
-        """Write texts to a file that is removed together with the store that is returned.
+        """Write texts to a file that is removed together with the returned store.
 
         Args:
-            texts: The texts; they are taken one by one.
-            folder: Where the file is; the folder for temporary files if not given. Files of processes that were killed
-                are removed from there.
+            texts: The texts, consumed one by one.
+            folder: The folder of the file; by default, the one for temporary files. Files of killed processes are
+                removed from it.
 
         Returns:
             The store.
@@ -74,7 +74,7 @@ class TextStore:
         """Return the texts with these numbers."""
         numbers = np.asarray(indices, np.int64)
         if np.any((numbers < 0) | (numbers >= len(self))):
-            raise IndexError(f"There are texts 0 to {len(self) - 1}, but these were asked for: {list(indices)}.")
+            raise IndexError(f"Indices of texts go from 0 to {len(self) - 1}, not {list(indices)}.")
         starts, ends = self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist()
         return [self._content[start:end].decode() for start, end in zip(starts, ends, strict=True)]
 
@@ -87,11 +87,11 @@ class TextStore:
 
 
 class _OwnFile:
-    """A file that is removed when this object is, or else by the next process that makes one: its lock tells."""
+    """A file removed together with this object, or by the next process that finds it unlocked."""
 
     def __init__(self, folder: Path):
         _remove_abandoned(folder)
-        # Nobody looks at this name before the lock is taken.
+        # Other processes ignore this name until the lock is held.
         descriptor, new = tempfile.mkstemp(prefix=f"new_{_PREFIX}", dir=folder)
         try:
             lock(descriptor)
@@ -110,10 +110,10 @@ def lock(descriptor: int) -> bool:
         descriptor: The file.
 
     Returns:
-        Whether it is locked; it is not where the file system knows no locks.
+        Whether it is locked; False on file systems without locks.
 
     Raises:
-        BlockingIOError: Somebody else has locked it.
+        BlockingIOError: Another process holds the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +125,7 @@ def lock(descriptor: int) -> bool:
 
 
 def _remove(path: Path, descriptor: int, owner: int) -> None:
-    if os.getpid() == owner:  # A forked copy of the process leaves it where it is.
+    if os.getpid() == owner:  # A forked copy of the process leaves the file alone.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 

@@ -1,4 +1,4 @@
-"""From the config of a data set to its vocabulary, before any of its tokens are read."""
+"""Find the vocabulary of a data set from its config, before any tokens are read."""
 
 import dataclasses
 import logging
@@ -25,14 +25,14 @@ LOGGER = logging.getLogger(__name__)
 
 
 def find_vocabulary(config: DataConfig) -> Vocabulary | None:
-    """Return the vocabulary of a data set; `None` if only its tokens tell which ids there are.
+    """Return the vocabulary of a data set, or `None` if it is unknown before its tokens are read.
 
-    Tokens on disk have the vocabulary that their manifest records. A tokenizer that the config names beside a manifest
-    must be the same one; where it cannot be loaded, that is logged, and the manifest holds. Without a manifest, they
-    have that of the tokenizer that the config names.
+    The vocabulary of tokens on disk is recorded in their manifest. A tokenizer that the config names as well must be
+    the same one; if it cannot be loaded, that is logged, and the manifest applies. Without a manifest, the vocabulary
+    is that of the tokenizer in the config.
 
     Raises:
-        ConfigError: The tokenizer of texts cannot be loaded, or is not the one that tokens on disk were made with.
+        ConfigError: The tokenizer of texts cannot be loaded, or is not the one that the tokens on disk were made with.
     """
     match config:
         case SyntheticDataConfig():
@@ -49,8 +49,8 @@ def find_vocabulary(config: DataConfig) -> Vocabulary | None:
     return None
 
 
-def is_at_hand(config: DataConfig) -> bool:
-    """Tell whether `find_vocabulary` finds the vocabulary of a data set without asking the Hugging Face hub."""
+def is_available_offline(config: DataConfig) -> bool:
+    """Return whether `find_vocabulary` needs no access to the Hugging Face hub."""
     if not isinstance(config, TextDataConfig):
         return True
     if given_tokenizer(config) is None:
@@ -59,7 +59,7 @@ def is_at_hand(config: DataConfig) -> bool:
 
 
 def is_local(tokenizer_path: str) -> bool:
-    """Tell whether a tokenizer needs nothing from the Hugging Face hub."""
+    """Return whether a tokenizer needs no access to the Hugging Face hub."""
     return tokenizer_path == BYTE_TOKENIZER or tokenizer_file(tokenizer_path) is not None
 
 
@@ -80,17 +80,17 @@ def encoder_of(config: TextDataConfig) -> TextEncoder:
 
 
 def given_tokenizer(config: TextDataConfig) -> str | None:
-    """Return the tokenizer that a config names; for tokens on disk, a default names none."""
+    """Return the tokenizer that a config names; for tokens on disk, the default does not count."""
     path = config.tokenizer_path
     return None if path is None or (holds_tokens(config) and isinstance(path, DefaultName)) else str(path)
 
 
 def locate_tokenizer(manifest: Manifest, folder: Path) -> str:
-    """Return where the tokenizer of shards is now.
+    """Return the current location of the tokenizer of shards.
 
-    It may be where it was, as seen from here; beside the splits, where `prepare` trains tokenizers; or where the
-    recorded path leads from a folder above the shards, if they were moved together. The digest tells whether it is the
-    same one. If it is in none of these places, this is the recorded path, which may be a name on the hub.
+    The candidates are the recorded path; the folder next to the splits, where `prepare` trains tokenizers; and the
+    recorded path relative to a folder above the shards, if they were moved together. The digest identifies the
+    tokenizer. If no candidate has it, this is the recorded path, which may be a name on the hub.
 
     Args:
         manifest: The manifest of the shards.
