@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xlstm_jax.kernels.hopper import hopper_problem
+from xlstm_jax.kernels.mosaic_gpu.availability import hopper_unavailable_reason
 from xlstm_jax.kernels.slstm import slstm
 from xlstm_jax.kernels.slstm.arg_specs import ArgSpec
 
@@ -85,7 +85,7 @@ def milliseconds(function: Callable, arguments: tuple[jax.Array, ...]) -> float:
 
 def main() -> None:
     """Print a table of each shape."""
-    problem = hopper_problem()
+    problem = hopper_unavailable_reason()
     if problem is not None:
         print(f"The kernel is left out, as {problem}.\n")
     shapes = SHAPES if problem is None else SMALL_SHAPES

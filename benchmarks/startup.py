@@ -193,14 +193,14 @@ def run_program(name: str) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from xlstm_jax.kernels.hopper import hopper_problem
     from xlstm_jax.kernels.mlstm import mlstm
+    from xlstm_jax.kernels.mosaic_gpu.availability import hopper_unavailable_reason
     from xlstm_jax.kernels.norms import reference
     from xlstm_jax.kernels.norms.api import rms_norm
     from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
 
     is_kernel = name.startswith("kernel")
-    if is_kernel and (problem := hopper_problem()):
+    if is_kernel and (problem := hopper_unavailable_reason()):
         return {"problem": f"there are no such kernels here, as {problem}"}
     enable_compilation_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

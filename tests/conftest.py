@@ -70,9 +70,9 @@ def pytest_collection_modifyitems(items):
     """Skip the tests that need a GPU where there is none, and say why."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
-        from xlstm_jax.kernels.hopper import hopper_problem
+        from xlstm_jax.kernels.mosaic_gpu.availability import hopper_unavailable_reason
 
-        if problem := hopper_problem():
+        if problem := hopper_unavailable_reason():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {problem}"))
 

@@ -13,8 +13,8 @@ import pytest
 from models.runs import shaken, tokens, with_config
 from tolerances import assert_close
 
-from xlstm_jax.kernels.keep import STREAM
 from xlstm_jax.kernels.mlstm import mlstm
+from xlstm_jax.kernels.shared.remat_names import STREAM
 from xlstm_jax.models.configs import ModelConfig, ParallelConfig
 from xlstm_jax.models.cost import count_flops
 from xlstm_jax.models.shared.layout import to_canonical

@@ -6,7 +6,7 @@ import sys
 import jax
 
 from xlstm_jax.cli.gpu_memory import list_gpus
-from xlstm_jax.kernels.hopper import NEEDED_JAX
+from xlstm_jax.kernels.mosaic_gpu.availability import NEEDED_JAX
 from xlstm_jax.utils.accelerators import HOPPER_KINDS
 
 PYTHON = sys.version_info[:2]

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.distributed.array_utils import axis_size, mean_gradient_over, slice_computed_whole
-from xlstm_jax.kernels.float8 import float8_products
-from xlstm_jax.kernels.keep import OPERAND, keep
-from xlstm_jax.kernels.products import products
+from xlstm_jax.kernels.matmul.float8 import float8_products
+from xlstm_jax.kernels.matmul.fused import products
+from xlstm_jax.kernels.shared.remat_names import OPERAND, keep
 from xlstm_jax.utils.partitioned import is_partitioned, unboxed, with_names
 
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from xlstm_jax.kernels.matmul.fused import WIDTH
 from xlstm_jax.kernels.mlstm.state import state_dtype
-from xlstm_jax.kernels.products import WIDTH
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from xlstm_jax.kernels.attention.api import LARGEST_HEAD_DIM
-from xlstm_jax.kernels.attention.mosaic.tiling import tiling_problem as attention_problem
+from xlstm_jax.kernels.attention.hopper.tiling import tiling_problem as attention_problem
 from xlstm_jax.kernels.attention.packed import choose_slots
 from xlstm_jax.kernels.cross_entropy.plain import kept_dtype
-from xlstm_jax.kernels.mlstm.mosaic.tiling import choose_tiling, tiling_problem
+from xlstm_jax.kernels.mlstm.hopper.tiling import choose_tiling, tiling_problem
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.shared.stack import is_scanned
 from xlstm_jax.models.xlstm.config import XLSTMConfig

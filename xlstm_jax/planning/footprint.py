@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from xlstm_jax.kernels.hopper import has_needed_jax
+from xlstm_jax.kernels.mosaic_gpu.availability import has_needed_jax
 from xlstm_jax.models.memory import ActivationMemory, Placement, activation_memory
 from xlstm_jax.models.shared.stack import is_scanned
 from xlstm_jax.planning.abstract import AbstractTrainer

@@ -16,8 +16,8 @@ from tolerances import assert_close
 from xlstm_jax.kernels.attention import api, packed
 from xlstm_jax.kernels.attention.documents import number_documents
 from xlstm_jax.kernels.attention.packed import packed_attention
-from xlstm_jax.kernels.hopper import NEEDED_JAX
-from xlstm_jax.kernels.log import say_once
+from xlstm_jax.kernels.mosaic_gpu.availability import NEEDED_JAX
+from xlstm_jax.kernels.shared.log_once import log_once
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.llama import attention as llama_attention
 
@@ -74,8 +74,8 @@ def hopper(monkeypatch):
     """Pretend that there is a Hopper GPU, and that `auto` takes cuDNN."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [HOPPER])
-    monkeypatch.setattr(api, "hopper_problem", lambda: "it is not asked for")
-    say_once.cache_clear()
+    monkeypatch.setattr(api, "hopper_unavailable_reason", lambda: "it is not asked for")
+    log_once.cache_clear()
 
 
 @pytest.mark.usefixtures("cudnn")
@@ -201,7 +201,7 @@ def test_no_array_of_a_step_on_a_hopper_gpu_has_two_axes_of_the_sequence():
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("remat", "kernels"), [("none", 3), ("norms", 3), ("dots", 3), ("full", 4)])
 def test_auto_takes_the_kernels_and_only_full_rematerialisation_runs_them_again(monkeypatch, remat, kernels):
-    monkeypatch.setattr(api, "hopper_problem", lambda: None)
+    monkeypatch.setattr(api, "hopper_unavailable_reason", lambda: None)
     text = gradient_text(remat, length=250, head_dim=64)
     assert text.count("mosaic_gpu_v2") == kernels
     shapes = [shape.split("x") for shape in re.findall(r"tensor<([0-9x]+)x[a-z]", text)]
@@ -279,7 +279,7 @@ def test_the_best_form_that_can_run_is_taken(monkeypatch, backend, not_mosaic, n
     ],
 )
 def test_the_kernels_need_shapes_that_they_are_written_for(monkeypatch, dtype, head_dim, options, problem):
-    monkeypatch.setattr(api, "hopper_problem", lambda: None)
+    monkeypatch.setattr(api, "hopper_unavailable_reason", lambda: None)
     found = api.mosaic_problem(dtype, head_dim, **options)
     assert found is None if problem is None else problem in found
 

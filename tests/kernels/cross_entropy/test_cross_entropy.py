@@ -12,11 +12,13 @@ import pytest
 
 from xlstm_jax.kernels.cross_entropy import api, plain
 from xlstm_jax.kernels.cross_entropy.tiling import ENOUGH, MAX_SPLITS, MULTIPLE_OF_TOKENS, NUM_CLUSTERS, num_splits
-from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
-from xlstm_jax.kernels.log import say_once
+from xlstm_jax.kernels.mosaic_gpu.availability import NEEDED_JAX, hopper_unavailable_reason
+from xlstm_jax.kernels.shared.log_once import log_once
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
-on_a_simulated_gpu = pytest.mark.skipif(hopper_problem() is None, reason="the kernels themselves are tested here")
+on_a_simulated_gpu = pytest.mark.skipif(
+    hopper_unavailable_reason() is None, reason="a Hopper GPU runs the kernels themselves"
+)
 NAMES = ["loss", "largest", "dx", "dkernel"]
 
 
@@ -119,23 +121,23 @@ def test_the_kernel_s_gradient_does_not_suffer_from_many_chunks_in_bfloat16():
 def test_simulated_kernels_compute_losses_and_gradients(vocab_size, splits, cap, keep_logits, monkeypatch):
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    from xlstm_jax.kernels.cross_entropy import mosaic
+    from xlstm_jax.kernels.cross_entropy import hopper
 
     x, kernel, targets, dlosses = drawn(256, 128, vocab_size)
     kernel = kernel.astype(jnp.bfloat16)
-    monkeypatch.setattr(mosaic, "num_splits", lambda _: splits)
+    monkeypatch.setattr(hopper, "num_splits", lambda _: splits)
     options = {"cap": cap, "interpret": plgpu.InterpretGPUParams()}
 
     def gradients(x, kernel, *rest):
         *rest, kept = rest
         if kept is None:
-            dlogits = mosaic.logit_gradients(x, kernel, *rest, **options)
+            dlogits = hopper.logit_gradients(x, kernel, *rest, **options)
         else:
             dlogits = plain.logit_gradients(plain.restored(kept), *rest, cap=cap).astype(jnp.bfloat16)
         x, kernel, dlogits = (y.astype(jnp.float32) for y in (x, kernel, dlogits))
         return dlogits @ kernel.T, x.T @ dlogits
 
-    sums = functools.partial(mosaic.vocabulary_sums, keep_logits=keep_logits, **options)
+    sums = functools.partial(hopper.vocabulary_sums, keep_logits=keep_logits, **options)
     actual = put_together(sums, gradients, x, kernel, targets, dlosses)
     expected = exact(x, kernel, targets, dlosses, cap)
     assert_near(
@@ -149,14 +151,14 @@ def test_simulated_kernels_compute_losses_and_gradients(vocab_size, splits, cap,
     ("num_features", "vocab_size", "keep_logits"), [(64, 50304, False), (768, 50240, True), (4096, 32000, False)]
 )
 def test_kernels_lower_for_a_gpu(num_features, vocab_size, keep_logits):
-    from xlstm_jax.kernels.cross_entropy import mosaic
+    from xlstm_jax.kernels.cross_entropy import hopper
 
     x, kernel, targets, dlosses = jax.eval_shape(functools.partial(drawn, 1024, num_features, vocab_size))
     kernel = jax.ShapeDtypeStruct(kernel.shape, jnp.bfloat16)
 
     def run(x, kernel, targets, dlosses):
-        (largest, totals, _), kept = mosaic.vocabulary_sums(x, kernel, targets, cap=30.0, keep_logits=keep_logits)
-        return kept, mosaic.logit_gradients(x, kernel, targets, jnp.log(totals) + largest, dlosses, cap=30.0)
+        (largest, totals, _), kept = hopper.vocabulary_sums(x, kernel, targets, cap=30.0, keep_logits=keep_logits)
+        return kept, hopper.logit_gradients(x, kernel, targets, jnp.log(totals) + largest, dlosses, cap=30.0)
 
     lowered = jax.jit(run).trace(x, kernel, targets, dlosses).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu_v2") >= 2
@@ -171,10 +173,10 @@ def test_kernels_are_as_exact_as_plain_jax(num_features, vocab_size, cap, keep_l
     options = {"dtype": jnp.bfloat16, "cap": cap, "tokens_per_chunk": 1024}
     sums, gradients = (functools.partial(f, **options) for f in (api.vocabulary_sums, api.gradients))
     sums = functools.partial(sums, keep_logits=keep_logits)
-    monkeypatch.setattr(api, "hopper_problem", lambda: None)
+    monkeypatch.setattr(api, "hopper_unavailable_reason", lambda: None)
     assert api.fused_problem(1024, *arrays[1].shape, jnp.bfloat16) is None
     fused = jax.jit(functools.partial(put_together, sums, gradients))(*arrays)
-    monkeypatch.setattr(api, "hopper_problem", lambda: "not here")
+    monkeypatch.setattr(api, "hopper_unavailable_reason", lambda: "not here")
     usual = jax.jit(functools.partial(in_plain_jax, **options))(*arrays)
     with jax.default_matmul_precision("highest"):
         narrow = arrays[0].astype(jnp.float32), arrays[1].astype(jnp.bfloat16).astype(jnp.float32), *arrays[2:]
@@ -205,9 +207,9 @@ def test_the_kernels_get_no_target_in_the_padding_of_the_vocabulary(monkeypatch)
         logits = np.float32([3.0, 1.0, 3.0, 3.0, 3.0])
         return (jnp.full(5, 3.0), jnp.ones(5), jnp.where(targets >= 0, logits, 0.0)), None
 
-    name = "xlstm_jax.kernels.cross_entropy.mosaic"
+    name = "xlstm_jax.kernels.cross_entropy.hopper"
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(vocabulary_sums=vocabulary_sums))
-    monkeypatch.setattr("xlstm_jax.kernels.cross_entropy.mosaic", sys.modules[name], raising=False)
+    monkeypatch.setattr("xlstm_jax.kernels.cross_entropy.hopper", sys.modules[name], raising=False)
     monkeypatch.setattr(api, "fused_problem", lambda *_: None)
     targets = jnp.array([0, 1, 64, -100, 63])
     options = {"dtype": jnp.bfloat16, "cap": None, "tokens_per_chunk": 5}
@@ -217,8 +219,8 @@ def test_the_kernels_get_no_target_in_the_padding_of_the_vocabulary(monkeypatch)
 
 
 def test_the_loss_says_once_how_it_is_computed(caplog, monkeypatch):
-    monkeypatch.setattr(api, "hopper_problem", lambda: "this GPU is older")
-    say_once.cache_clear()
+    monkeypatch.setattr(api, "hopper_unavailable_reason", lambda: "this GPU is older")
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger=api.LOGGER.name):
         for _ in range(2):
             in_plain_jax(*drawn(8, 4, 6), dtype=jnp.bfloat16, cap=None, tokens_per_chunk=8)
@@ -235,7 +237,7 @@ def test_the_loss_says_once_how_it_is_computed(caplog, monkeypatch):
     ],
 )
 def test_what_no_kernel_fits_is_computed_in_plain_jax(num_tokens, shape, dtype, words, monkeypatch):
-    monkeypatch.setattr(api, "hopper_problem", lambda: None)
+    monkeypatch.setattr(api, "hopper_unavailable_reason", lambda: None)
     problem = api.fused_problem(num_tokens, *shape, dtype)
     assert problem is not None
     assert words in problem

@@ -11,9 +11,9 @@ import pytest
 from kernels.mlstm.recurrence import recurrence
 from tolerances import assert_close, assert_close_by_norm
 
-from xlstm_jax.kernels.log import say_once
 from xlstm_jax.kernels.mlstm import MLSTMState, empty_state, mlstm, mlstm_step
 from xlstm_jax.kernels.mlstm.arg_specs import SMALL, ArgSpec
+from xlstm_jax.kernels.shared.log_once import log_once
 
 FORMS = ["reference", "parallel", "chunkwise"]
 FAST_FORMS = ["parallel", "chunkwise"]
@@ -283,7 +283,7 @@ def test_auto_is_a_form_that_works_everywhere(key):
 
 def test_auto_says_once_what_it_picks(caplog, key):
     arguments = SMALL["prime length"].arguments(key)
-    say_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="xlstm_jax.kernels.mlstm.api"):
         for backend in ("reference", "auto", "auto"):
             mlstm(*arguments, backend=backend)

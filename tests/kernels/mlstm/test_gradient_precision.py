@@ -14,10 +14,10 @@ import pytest
 from kernels.mlstm.comparisons import INPUTS, drawn, named
 from kernels.mlstm.recurrence import recurrence
 
-from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
 from xlstm_jax.kernels.mlstm import mlstm
 from xlstm_jax.kernels.mlstm.arg_specs import ArgSpec
-from xlstm_jax.kernels.mlstm.mosaic.tiling import HEAD_DIMS, Tiling
+from xlstm_jax.kernels.mlstm.hopper.tiling import HEAD_DIMS, Tiling
+from xlstm_jax.kernels.mosaic_gpu.availability import NEEDED_JAX, hopper_unavailable_reason
 
 LIMIT = 1e-2
 """The largest relative error, by norm."""
@@ -80,14 +80,14 @@ def test_gradients_of_the_hopper_kernels_are_precise_for_all_gates(dims, record_
 
 
 @pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
-@pytest.mark.skipif(hopper_problem() is None, reason="the kernels themselves are tested here")
+@pytest.mark.skipif(hopper_unavailable_reason() is None, reason="a Hopper GPU runs the kernels themselves")
 def test_gradients_of_simulated_kernels_are_precise(monkeypatch, record_property):
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
+    from xlstm_jax.kernels.mlstm.hopper.chunkwise import mlstm_mosaic
 
     for module in ("items", "tiling"):
-        monkeypatch.setattr(f"xlstm_jax.kernels.mlstm.mosaic.{module}.NUM_SMS", 1)
+        monkeypatch.setattr(f"xlstm_jax.kernels.mlstm.hopper.{module}.NUM_SMS", 1)
     tiling, interpret = Tiling(64, 64, chunk_size=128), plgpu.InterpretGPUParams()
 
     def run(q, k, v, igate, fgate):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from xlstm_jax.kernels.hopper import NEEDED_JAX, hopper_problem
+from xlstm_jax.kernels.mosaic_gpu.availability import NEEDED_JAX, hopper_unavailable_reason
 from xlstm_jax.kernels.norms import api, gated_head_norm, reference, rms_norm, rms_norm_with_skip, tiling
 from xlstm_jax.models.shared.norms import MultiHeadNorm, RMSNorm
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
 simulates = pytest.mark.skipif(
-    hopper_problem() is None or jax.__version_info__ < NEEDED_JAX,
+    hopper_unavailable_reason() is None or jax.__version_info__ < NEEDED_JAX,
     reason="there is a Hopper GPU, or no simulation of one",
 )
 
@@ -157,10 +157,10 @@ def test_a_shape_that_kernels_do_not_take_is_told_why(shape, problem):
 
 
 def test_kernels_are_for_bfloat16_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(api, "hopper_problem", lambda: None)
+    monkeypatch.setattr(api, "hopper_unavailable_reason", lambda: None)
     assert api.fused_problem(65536, 1, 768, "bfloat16") is None
     assert "float32" in str(api.fused_problem(65536, 1, 768, "bfloat16", "float32"))
-    monkeypatch.setattr(api, "hopper_problem", lambda: "there is none")
+    monkeypatch.setattr(api, "hopper_unavailable_reason", lambda: "there is none")
     assert api.fused_problem(65536, 1, 768, "bfloat16") == "there is none"
 
 
@@ -217,7 +217,7 @@ def test_models_take_the_kernels(monkeypatch):
 @pytest.fixture
 def small_gpu(monkeypatch):
     """Simulate a GPU of one multiprocessor, whose blocks have several tiles each; return how."""
-    from xlstm_jax.kernels.mosaic_gpu import plgpu
+    from xlstm_jax.kernels.mosaic_gpu.pallas import plgpu
 
     monkeypatch.setattr(tiling, "MULTIPROCESSORS", 1)
     return plgpu.InterpretGPUParams()
@@ -227,22 +227,22 @@ def small_gpu(monkeypatch):
 @simulates
 @pytest.mark.parametrize(("rows", "width"), [(136, 256), (28, 768), (18, 1152), (9, 2048)])
 def test_a_simulated_rms_norm_is_exact_but_for_one_rounding(rows, width, small_gpu):
-    from xlstm_jax.kernels.norms import mosaic
+    from xlstm_jax.kernels.norms import hopper
 
     inputs = rms_inputs(rows, width)
-    actual = everything(RMS, lambda *inputs: mosaic.rms_norm(*inputs, EPS, small_gpu), *inputs)
+    actual = everything(RMS, lambda *inputs: hopper.rms_norm(*inputs, EPS, small_gpu), *inputs)
     assert_small(actual, exact(RMS, defined_rms_norm, *inputs))
 
 
 @simulates
 @pytest.mark.parametrize(("rows", "width"), [(72, 256), (5, 2048)])
 def test_a_simulated_rms_norm_adds_the_gradients_of_what_skips_it(rows, width, small_gpu):
-    from xlstm_jax.kernels.norms import mosaic
+    from xlstm_jax.kernels.norms import hopper
 
     inputs, cotangents = rms_inputs(rows, width)
     cotangents = [*draw(1, (rows, width)), *cotangents]
     actual = everything(
-        ["skip", *RMS], lambda *inputs: mosaic.rms_norm_with_skip(*inputs, EPS, small_gpu), inputs, cotangents
+        ["skip", *RMS], lambda *inputs: hopper.rms_norm_with_skip(*inputs, EPS, small_gpu), inputs, cotangents
     )
     expected = exact(["skip", *RMS], lambda x, scale: (x, defined_rms_norm(x, scale)), inputs, cotangents)
     assert_small(actual, expected)
@@ -250,12 +250,12 @@ def test_a_simulated_rms_norm_adds_the_gradients_of_what_skips_it(rows, width, s
 
 @simulates
 def test_mapped_norms_are_separate_ones(small_gpu):
-    from xlstm_jax.kernels.norms import mosaic
+    from xlstm_jax.kernels.norms import hopper
 
     x, scale, dy = draw(0, (3, 24, 256), (3, 256), (3, 24, 256))
 
     def computed(x, scale, dy):
-        y, backward = jax.vjp(lambda x, scale: mosaic.rms_norm(x, scale, EPS, small_gpu), x, scale)
+        y, backward = jax.vjp(lambda x, scale: hopper.rms_norm(x, scale, EPS, small_gpu), x, scale)
         return y, *backward(dy)
 
     arguments = x, scale.astype(jnp.float32), dy
@@ -267,13 +267,13 @@ def test_mapped_norms_are_separate_ones(small_gpu):
 @simulates
 @pytest.mark.parametrize(("rows", "num_heads", "width"), [(160, 2, 64), (80, 3, 128), (40, 2, 256), (10, 2, 1024)])
 def test_a_simulated_gated_head_norm_is_exact_but_for_one_rounding(rows, num_heads, width, small_gpu):
-    from xlstm_jax.kernels.norms import mosaic
+    from xlstm_jax.kernels.norms import hopper
 
     inputs, cotangents = gated_inputs(rows, num_heads, width)
 
     def run(hidden, gate, scale):
         gate, scale = gate.reshape(hidden.shape), scale.reshape(hidden.shape[1:])
-        y: Any = mosaic.gated_head_norm(hidden, gate, scale, EPS, small_gpu)
+        y: Any = hopper.gated_head_norm(hidden, gate, scale, EPS, small_gpu)
         return y.reshape(rows, -1)
 
     assert_small(everything(GATED, run, inputs, cotangents), exact(GATED, defined_gated_head_norm, inputs, cotangents))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tolerances import assert_close, assert_close_by_norm
 
-from xlstm_jax.kernels.log import say_once
+from xlstm_jax.kernels.shared.log_once import log_once
 from xlstm_jax.kernels.slstm import SLSTMState, empty_state, slstm, slstm_step
 from xlstm_jax.kernels.slstm.arg_specs import SMALL, ArgSpec
 
@@ -377,7 +377,7 @@ def test_auto_is_a_form_that_works_everywhere(key):
 
 def test_auto_says_once_what_it_picks(caplog, key):
     arguments = SMALL["several tokens"].arguments(key)
-    say_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="xlstm_jax.kernels.slstm.api"):
         for backend in ("reference", "auto", "auto"):
             slstm(*arguments, backend=backend)

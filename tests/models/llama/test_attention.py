@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tolerances import assert_close
 
 from xlstm_jax.kernels.attention import api as kernel
-from xlstm_jax.kernels.log import say_once
+from xlstm_jax.kernels.shared.log_once import log_once
 from xlstm_jax.models.llama import attention
 from xlstm_jax.models.llama.attention import (
     append,
@@ -161,7 +161,7 @@ def test_a_backend_that_cannot_run_is_refused_with_a_way_out(backend, message):
 
 
 def test_the_automatic_backend_says_once_what_it_takes(caplog):
-    say_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger=attention.__name__):
         automatic = [multihead_attention(*draw(), backend="auto") for _ in range(2)][1]
     np.testing.assert_array_equal(automatic, multihead_attention(*draw(), backend="xla"))

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from xlstm_jax.kernels.attention import packed
 from xlstm_jax.kernels.attention.documents import document_bounds, number_documents
-from xlstm_jax.kernels.attention.mosaic.tiling import ROWS, TILINGS, tiling_problem
-from xlstm_jax.kernels.hopper import hopper_problem
-from xlstm_jax.kernels.log import say_once
+from xlstm_jax.kernels.attention.hopper.tiling import ROWS, TILINGS, tiling_problem
+from xlstm_jax.kernels.mosaic_gpu.availability import hopper_unavailable_reason
+from xlstm_jax.kernels.shared.log_once import log_once
 
 LOGGER = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def document_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     form, description = choose_form(q, k, causal=causal, scale=scale, backend=backend)
     if backend != "xla":
-        say_once(LOGGER, f"Attention within documents: {description}.")
+        log_once(LOGGER, f"Attention within documents: {description}.")
     if form == "mosaic":
         return run_mosaic(q, k, v, segment_ids, scale)
     documents = number_documents(segment_ids)
@@ -124,7 +124,7 @@ def run_mosaic(
         interpret: How to simulate a GPU on a CPU.
     """
     # Only here: it does not exist in the versions of JAX that other devices are content with.
-    from xlstm_jax.kernels.attention.mosaic.attention import mosaic_attention
+    from xlstm_jax.kernels.attention.hopper.attention import mosaic_attention
 
     length, tiling = q.shape[1], TILINGS[q.shape[-1]]
     starts, ends = document_bounds(segment_ids)
@@ -140,7 +140,7 @@ def run_mosaic(
 
 def mosaic_problem(dtype: DTypeLike, head_dim: int, *, scale: float = 1.0, causal: bool = True) -> str | None:
     """Return why the kernels for Hopper GPUs cannot compute attention here, or `None` if they can."""
-    if problem := hopper_problem():
+    if problem := hopper_unavailable_reason():
         return problem
     if not causal:
         return "the kernels are for causal attention"

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from xlstm_jax.kernels.keep import keep
+from xlstm_jax.kernels.shared.remat_names import keep
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 NEEDED_CAPABILITY = 9.0

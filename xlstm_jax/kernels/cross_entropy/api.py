@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from xlstm_jax.kernels.cross_entropy import plain
 from xlstm_jax.kernels.cross_entropy.plain import KeptLogits, VocabularySums
 from xlstm_jax.kernels.cross_entropy.tiling import tiling_problem
-from xlstm_jax.kernels.hopper import hopper_problem
-from xlstm_jax.kernels.log import say_once
+from xlstm_jax.kernels.mosaic_gpu.availability import hopper_unavailable_reason
+from xlstm_jax.kernels.shared.log_once import log_once
 
 LOGGER = logging.getLogger(__name__)
 
@@ -51,12 +51,12 @@ def vocabulary_sums(
     """
     options = {"cap": cap, "keep_logits": keep_logits}
     if _is_fused(x.shape[0], kernel, dtype):
-        from xlstm_jax.kernels.cross_entropy import mosaic
+        from xlstm_jax.kernels.cross_entropy import hopper
 
         size = kernel.shape[1]
         # The kernels pad the vocabulary: a target in the padding would have the logit of the padding.
         own_targets = jnp.where((targets >= 0) & (targets < size), targets, -1)
-        sums, kept = mosaic.vocabulary_sums(x.astype(dtype), kernel.astype(dtype), own_targets, **options)
+        sums, kept = hopper.vocabulary_sums(x.astype(dtype), kernel.astype(dtype), own_targets, **options)
         largest, _, target_logits = sums
         is_best = (own_targets >= 0) & (target_logits >= largest)
         return VocabularySums(*sums, best=jnp.where(is_best, own_targets, size)), kept
@@ -92,9 +92,9 @@ def gradients(
 
     def logit_gradients(features: jax.Array, kept: KeptLogits | None, *rest: jax.Array) -> jax.Array:
         if is_fused:
-            from xlstm_jax.kernels.cross_entropy import mosaic
+            from xlstm_jax.kernels.cross_entropy import hopper
 
-            return mosaic.logit_gradients(features, narrow, *rest, cap=cap)
+            return hopper.logit_gradients(features, narrow, *rest, cap=cap)
         logits = plain.compute_logits(features, narrow, dtype=dtype, cap=cap) if kept is None else plain.restored(kept)
         return plain.logit_gradients(logits, *rest, cap=cap).astype(dtype)
 
@@ -112,7 +112,7 @@ def gradients(
 
 def fused_problem(num_tokens: int, num_features: int, vocab_size: int, dtype: DTypeLike) -> str | None:
     """Return why logits are computed in plain JAX, or `None` if the kernels for Hopper GPUs compute them."""
-    if problem := hopper_problem():
+    if problem := hopper_unavailable_reason():
         return problem
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the kernels for Hopper GPUs multiply in bfloat16, not in {jnp.dtype(dtype).name}"
@@ -121,5 +121,5 @@ def fused_problem(num_tokens: int, num_features: int, vocab_size: int, dtype: DT
 
 def _is_fused(num_tokens: int, kernel: jax.Array, dtype: DTypeLike) -> bool:
     problem = fused_problem(num_tokens, kernel.shape[0], kernel.shape[1], dtype)
-    say_once(LOGGER, "Loss: " + ("the kernels for Hopper GPUs." if problem is None else f"plain JAX, as {problem}."))
+    log_once(LOGGER, "Loss: " + ("the kernels for Hopper GPUs." if problem is None else f"plain JAX, as {problem}."))
     return problem is None

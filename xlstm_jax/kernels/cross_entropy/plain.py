@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from xlstm_jax.kernels.cross_entropy.tiling import COLUMNS
-from xlstm_jax.kernels.soft_cap import soft_cap_logits
+from xlstm_jax.kernels.shared.soft_cap import soft_cap_logits
 
 Tree = TypeVar("Tree")
 

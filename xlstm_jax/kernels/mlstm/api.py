@@ -11,16 +11,16 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from xlstm_jax.kernels.fill_up import fill_up
-from xlstm_jax.kernels.hopper import hopper_problem
-from xlstm_jax.kernels.log import say_once
-from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm import reference
 from xlstm_jax.kernels.mlstm.chunkwise import mlstm_chunkwise
 from xlstm_jax.kernels.mlstm.gates import InputGate, log_input_gate
-from xlstm_jax.kernels.mlstm.mosaic.tiling import CHUNK_SIZES, HEAD_DIMS, choose_tiling, tiling_problem
+from xlstm_jax.kernels.mlstm.hopper.tiling import CHUNK_SIZES, HEAD_DIMS, choose_tiling, tiling_problem
 from xlstm_jax.kernels.mlstm.parallel import mlstm_parallel
 from xlstm_jax.kernels.mlstm.state import MLSTMState, empty_state, state_dtype
+from xlstm_jax.kernels.mosaic_gpu.availability import hopper_unavailable_reason
+from xlstm_jax.kernels.shared.log_once import log_once
+from xlstm_jax.kernels.shared.materialize import materialize
+from xlstm_jax.kernels.shared.padding import pad_to
 
 LOGGER = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def mlstm(
     form = resolve_backend(backend, v.dtype, qk_dim, v.shape[-1], eps)
     does_more = state is not None or return_state or _is_filled_up(qk_dim, v.shape[-1])
     if backend == "auto" and form == "mosaic" and does_more and _is_small(b, s, h):
-        say_once(LOGGER, "mLSTM, for a few positions: the chunkwise form in plain JAX.")
+        log_once(LOGGER, "mLSTM, for a few positions: the chunkwise form in plain JAX.")
         form, chunk_size = "chunkwise", s
     if state is not None:
         state = materialize(_in_constant_units(_cast(state, dtype)))
@@ -114,20 +114,20 @@ def mlstm_step(
     dtype = state.memory.dtype
     log_input = log_input_gate(igate.astype(dtype), input_gate)
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
-    problem = hopper_problem() if backend in ("auto", "mosaic") else f"{backend} is the backend"
+    problem = hopper_unavailable_reason() if backend in ("auto", "mosaic") else f"{backend} is the backend"
     if problem is None:
-        from xlstm_jax.kernels.mlstm.mosaic.step import mosaic_step, step_problem
+        from xlstm_jax.kernels.mlstm.hopper.step import mosaic_step, step_problem
 
         problem = step_problem(q, k, v, state)
         if problem is None:
-            say_once(LOGGER, "mLSTM, token by token: the kernel for Hopper GPUs.")
+            log_once(LOGGER, "mLSTM, token by token: the kernel for Hopper GPUs.")
             hidden, state = mosaic_step(state, q, k, v, log_input, log_forget, eps=eps)
             return hidden.astype(v.dtype), _in_constant_units(state)
     qk_dim, v_dim = q.shape[-1], v.shape[-1]
     is_for_sequences = _is_filled_up(qk_dim, v_dim) and tiling_problem(qk_dim, v_dim) is None
-    if backend == "mosaic" and (hopper_problem() or not is_for_sequences):
+    if backend == "mosaic" and (hopper_unavailable_reason() or not is_for_sequences):
         raise ValueError(f"The mLSTM backend 'mosaic' cannot take a token here: {problem}. Choose 'auto'.")
-    say_once(LOGGER, f"mLSTM, token by token: plain JAX, as {problem}.")
+    log_once(LOGGER, f"mLSTM, token by token: plain JAX, as {problem}.")
     q, k = q.astype(dtype), k.astype(dtype)
     hidden, state = reference.step(state, q, k, v.astype(dtype), log_input, log_forget, eps=eps)
     return hidden.astype(v.dtype), _in_constant_units(state)
@@ -172,7 +172,7 @@ def choose_backend(
 
 def mosaic_problem(dtype: DTypeLike, qk_dim: int, v_dim: int, eps: float = 1e-6) -> str | None:
     """Return why the kernels for Hopper GPUs cannot compute this here, or `None` if they can."""
-    if problem := hopper_problem():
+    if problem := hopper_unavailable_reason():
         return problem
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the kernels for Hopper GPUs compute in bfloat16, and this is {jnp.dtype(dtype).name}"
@@ -192,7 +192,7 @@ def resolve_backend(
     """
     if backend == "auto":
         form, reason = choose_backend(dtype, qk_dim, v_dim, eps)
-        say_once(LOGGER, f"mLSTM: {reason}.")
+        log_once(LOGGER, f"mLSTM: {reason}.")
         return form
     if backend not in get_args(Form):
         raise ValueError(f"There is no mLSTM backend {backend!r}, only {', '.join(get_args(Backend))}.")
@@ -225,14 +225,14 @@ def _chunkwise_of_any_length(q, k, v, log_input, log_forget, state, resets, *, c
 
 def _mosaic_of_any_shape(q, k, v, log_input, log_forget, state, resets, *, eps, return_state):
     # Only here: it does not exist in the versions of JAX that other devices are content with.
-    from xlstm_jax.kernels.mlstm.mosaic.chunkwise import mlstm_mosaic
+    from xlstm_jax.kernels.mlstm.hopper.chunkwise import mlstm_mosaic
 
     (_, s, _, qk_dim), v_dim = q.shape, v.shape[-1]
     tiling = choose_tiling(qk_dim, v_dim, s)
     keys, values = tiling.qk_dim, tiling.v_dim
     if state is not None:
-        state = MLSTMState(fill_up(state.memory, keys, values), fill_up(state.normalizer, keys), state.stabilizer)
-    q, k, v = fill_up(q, keys), fill_up(k, keys), fill_up(v, values)
+        state = MLSTMState(pad_to(state.memory, keys, values), pad_to(state.normalizer, keys), state.stabilizer)
+    q, k, v = pad_to(q, keys), pad_to(k, keys), pad_to(v, values)
     arrays = _padded(q, k, v, log_input, log_forget, resets, multiple=tiling.chunk_size)
     # Traced and lowered once for all layers of a model, which takes seconds.
     run: Any = jax.jit(mlstm_mosaic, static_argnums=(7, 8, 9, 10, 11))

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from xlstm_jax.kernels.keep import keep
-from xlstm_jax.kernels.materialize import materialize
 from xlstm_jax.kernels.mlstm.gates import ChunkGates, chunk_gates
 from xlstm_jax.kernels.mlstm.state import MLSTMState
+from xlstm_jax.kernels.shared.materialize import materialize
+from xlstm_jax.kernels.shared.remat_names import keep
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))

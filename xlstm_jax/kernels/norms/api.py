@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from xlstm_jax.kernels.hopper import hopper_problem
-from xlstm_jax.kernels.log import say_once
+from xlstm_jax.kernels.mosaic_gpu.availability import hopper_unavailable_reason
 from xlstm_jax.kernels.norms import reference
 from xlstm_jax.kernels.norms.tiling import shape_problem
+from xlstm_jax.kernels.shared.log_once import log_once
 
 LOGGER = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ def rms_norm(x: Float[Array, "*rows d"], scale: Float[Array, " d"], *, eps: floa
     if not _is_fused("RMS norm", math.prod(rows), 1, width, x.dtype):
         return reference.rms_norm(x, scale, eps=eps)
     # Only here: it does not exist in the versions of JAX that other devices are content with.
-    from xlstm_jax.kernels.norms import mosaic
+    from xlstm_jax.kernels.norms import hopper
 
     # Traced and lowered once for all layers of a model.
-    run: Any = jax.jit(mosaic.rms_norm, static_argnums=(2, 3))
+    run: Any = jax.jit(hopper.rms_norm, static_argnums=(2, 3))
     return run(x.reshape(-1, width), scale.astype(jnp.float32), eps, None).reshape(x.shape)
 
 
@@ -49,9 +49,9 @@ def rms_norm_with_skip(
     *rows, width = x.shape
     if not _is_fused("RMS norm", math.prod(rows), 1, width, x.dtype):
         return x, reference.rms_norm(x, scale, eps=eps)
-    from xlstm_jax.kernels.norms import mosaic
+    from xlstm_jax.kernels.norms import hopper
 
-    run: Any = jax.jit(mosaic.rms_norm_with_skip, static_argnums=(2, 3))
+    run: Any = jax.jit(hopper.rms_norm_with_skip, static_argnums=(2, 3))
     skip, normed = run(x.reshape(-1, width), scale.astype(jnp.float32), eps, None)
     return skip.reshape(x.shape), normed.reshape(x.shape)
 
@@ -73,10 +73,10 @@ def gated_head_norm(
     *rows, num_heads, width = hidden.shape
     if not _is_fused("Head norm", math.prod(rows), num_heads, width, hidden.dtype, gate.dtype):
         return reference.gated_head_norm(hidden, gate, scale, eps=eps)
-    from xlstm_jax.kernels.norms import mosaic
+    from xlstm_jax.kernels.norms import hopper
 
     heads, scale = (-1, num_heads, width), scale.astype(jnp.float32).reshape(num_heads, width)
-    run: Any = jax.jit(mosaic.gated_head_norm, static_argnums=(3, 4))
+    run: Any = jax.jit(hopper.gated_head_norm, static_argnums=(3, 4))
     return run(hidden.reshape(heads), gate.reshape(heads), scale, eps, None).reshape(gate.shape)
 
 
@@ -89,7 +89,7 @@ def fused_problem(num_rows: int, num_heads: int, width: int, *dtypes: DTypeLike)
         width: Numbers in a head.
         *dtypes: The types of all arrays of rows.
     """
-    if problem := hopper_problem():
+    if problem := hopper_unavailable_reason():
         return problem
     if others := sorted({jnp.dtype(dtype).name for dtype in dtypes} - {"bfloat16"}):
         return f"the kernels of norms are for bfloat16, and this is {others[0]}"
@@ -98,5 +98,5 @@ def fused_problem(num_rows: int, num_heads: int, width: int, *dtypes: DTypeLike)
 
 def _is_fused(name: str, num_rows: int, num_heads: int, width: int, *dtypes: DTypeLike) -> bool:
     problem = fused_problem(num_rows, num_heads, width, *dtypes)
-    say_once(LOGGER, f"{name}: " + ("the kernel for Hopper GPUs." if problem is None else f"plain JAX, as {problem}."))
+    log_once(LOGGER, f"{name}: " + ("the kernel for Hopper GPUs." if problem is None else f"plain JAX, as {problem}."))
     return problem is None

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from xlstm_jax.kernels.fill_up import fill_up
-from xlstm_jax.kernels.log import say_once
+from xlstm_jax.kernels.shared.log_once import log_once
+from xlstm_jax.kernels.shared.padding import pad_to
 from xlstm_jax.kernels.slstm import reference
-from xlstm_jax.kernels.slstm.mosaic.limits import HEAD_DIMS, ROWS, kernel_dim, mosaic_problem
+from xlstm_jax.kernels.slstm.hopper.limits import HEAD_DIMS, ROWS, kernel_dim, mosaic_problem
 from xlstm_jax.kernels.slstm.recompute import slstm_recompute
 from xlstm_jax.kernels.slstm.state import SLSTMState, empty_state
 
@@ -113,7 +113,7 @@ def resolve_backend(
     """
     if backend == "auto":
         form, reason = choose_backend(head_dim, recurrent_dtype, state_dtype, num_cells)
-        say_once(LOGGER, f"sLSTM: {reason}.")
+        log_once(LOGGER, f"sLSTM: {reason}.")
         return form
     if backend not in get_args(Form):
         raise ValueError(f"There is no sLSTM backend {backend!r}, only {', '.join(get_args(Backend))}.")
@@ -135,12 +135,12 @@ def _implementation(form: Form) -> Callable[..., Any]:
 def _mosaic_of_any_width(gates, recurrent, state, resets, mask):
     """Fill heads up: without inputs and without weights, a cell stays at zero."""
     # Here, as it needs a newer jax than the rest.
-    from xlstm_jax.kernels.slstm.mosaic.sequence import slstm_mosaic
+    from xlstm_jax.kernels.slstm.hopper.sequence import slstm_mosaic
 
     units = gates.shape[-1]
     width = kernel_dim(units)
-    wide = SLSTMState(*(fill_up(x, width) for x in state))
-    result: Any = slstm_mosaic(fill_up(gates, width), fill_up(recurrent, width, 4, width), wide, resets, mask)
+    wide = SLSTMState(*(pad_to(x, width) for x in state))
+    result: Any = slstm_mosaic(pad_to(gates, width), pad_to(recurrent, width, 4, width), wide, resets, mask)
     hidden, last = result
     return hidden[..., :units], SLSTMState(*(x[..., :units] for x in last))
 

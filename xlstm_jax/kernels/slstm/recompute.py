@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from xlstm_jax.kernels.keep import keep
+from xlstm_jax.kernels.shared.remat_names import keep
 from xlstm_jax.kernels.slstm.reference import activate, preactivations, select, slstm_reference
 from xlstm_jax.kernels.slstm.state import SLSTMState
 

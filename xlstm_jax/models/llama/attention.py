@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.kernels.attention import attention, document_attention
 from xlstm_jax.kernels.attention.api import mosaic_problem
-from xlstm_jax.kernels.attention.mosaic.tiling import tiling_problem
-from xlstm_jax.kernels.log import say_once
+from xlstm_jax.kernels.attention.hopper.tiling import tiling_problem
+from xlstm_jax.kernels.shared.log_once import log_once
 
 LOGGER = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def multihead_attention(
         return document_attention(q, k, v, segment_ids, causal=causal, scale=qk_scale, backend=form)
     mask = None if segment_ids is None else segment_mask(segment_ids)
     if mask is not None and chosen != "xla":
-        say_once(LOGGER, "Attention within segments: a mask of all pairs of positions, as contiguous_segments is off.")
+        log_once(LOGGER, "Attention within segments: a mask of all pairs of positions, as contiguous_segments is off.")
     return attention(q, k, v, mask, causal=causal, scale=qk_scale, backend=_for_all_pairs(chosen))
 
 
@@ -258,7 +258,7 @@ def resolve_backend(backend: AttentionBackend, dtype: jnp.dtype, head_dim: int) 
     check_backend(backend, dtype, head_dim)
     if backend == "auto":
         chosen, reason = choose_backend(dtype, head_dim)
-        say_once(LOGGER, f"Attention: {reason}.")
+        log_once(LOGGER, f"Attention: {reason}.")
         return chosen
     if backend == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError(

@@ -17,7 +17,7 @@ from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.kernels.cross_entropy import api as cross_entropy
 from xlstm_jax.kernels.cross_entropy.plain import compute_logits
 from xlstm_jax.kernels.cross_entropy.target_range import is_in_vocabulary, nan_where_invalid
-from xlstm_jax.kernels.keep import SMALL, keep
+from xlstm_jax.kernels.shared.remat_names import SMALL, keep
 from xlstm_jax.models.shared.utils import soft_cap_logits
 
 

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import gather_params, shard_params
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
-from xlstm_jax.kernels.keep import KEPT, OPERAND, STREAM
+from xlstm_jax.kernels.shared.remat_names import KEPT, OPERAND, STREAM
 from xlstm_jax.utils.partitioned import is_partitioned, partition_names, unboxed, with_names
 
 RematPolicy = Literal["none", "norms", "dots", "full", "offload"]

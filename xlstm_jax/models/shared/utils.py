@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_policies
 
 from xlstm_jax.distributed.data_parallel import shard_module_params
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
-from xlstm_jax.kernels.keep import SMALL, STREAM, keep
-from xlstm_jax.kernels.soft_cap import soft_cap_logits
+from xlstm_jax.kernels.shared.remat_names import SMALL, STREAM, keep
+from xlstm_jax.kernels.shared.soft_cap import soft_cap_logits
 
 __all__ = ["add_branch", "prepare_module", "soft_cap_logits"]
 

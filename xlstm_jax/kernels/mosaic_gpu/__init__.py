@@ -1,0 +1,1 @@
+"""What kernels for Hopper GPUs share: availability, launch, the ring of shared-memory stages, tiles."""

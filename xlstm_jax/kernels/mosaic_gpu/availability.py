@@ -1,0 +1,26 @@
+"""Whether the kernels for NVIDIA's Hopper GPUs can run here."""
+
+import functools
+
+import jax
+
+NEEDED_JAX = (0, 11)
+HOPPER = "9.0"
+"""The compute capability of H100 and H200."""
+
+
+@functools.cache
+def hopper_unavailable_reason() -> str | None:
+    """Return why kernels written for Hopper GPUs cannot run here, or `None` where they can."""
+    if jax.default_backend() != "gpu":
+        return f"this {jax.default_backend().upper()} is no Hopper GPU"
+    if getattr(jax.devices()[0], "compute_capability", None) != HOPPER:
+        return f"this {jax.devices()[0].device_kind} is no Hopper GPU"
+    if jax.__version_info__ < NEEDED_JAX:
+        return f"the kernels for Hopper GPUs need jax 0.11 or newer, and this is {jax.__version__}"
+    return None
+
+
+def has_needed_jax() -> bool:
+    """Tell whether the JAX of a run on Hopper GPUs has the kernels: this one, unless it is only planned on a CPU."""
+    return jax.__version_info__ >= NEEDED_JAX or jax.default_backend() != "gpu"

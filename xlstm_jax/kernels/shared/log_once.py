@@ -1,0 +1,10 @@
+"""What `auto` picks is said, but once."""
+
+import functools
+import logging
+
+
+@functools.cache
+def log_once(logger: logging.Logger, message: str) -> None:
+    """Log a message, unless it has been logged before."""
+    logger.info(message)
