@@ -19,10 +19,10 @@ from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.trainer import token_check
-from xlstm_jax.trainer.base.batches import BatchStream
 from xlstm_jax.trainer.callbacks.extended_evaluation import ExtendedEvaluationConfig
 from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
 from xlstm_jax.trainer.eval.lmeval_extended_evaluation import LMEvalEvaluationConfig
+from xlstm_jax.trainer.run.batches import BatchStream
 from xlstm_jax.trainer.token_check import TokenCheck
 
 CHECK = TokenCheck(VOCAB_SIZE)

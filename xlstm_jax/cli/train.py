@@ -165,7 +165,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
         step: The step of another checkpoint to resume from.
     """
     from xlstm_jax.cli.header import describe_end
-    from xlstm_jax.trainer.base.signals import TrainingInterrupted
+    from xlstm_jax.trainer.run.signals import TrainingInterrupted
     from xlstm_jax.utils.startup import STARTUP
 
     if not STARTUP.is_running:  # the second run of a sweep, or a job

@@ -83,7 +83,7 @@ def fail_with(message):
 
 def test_a_first_step_that_runs_out_of_memory_is_reported_as_such():
     trainer = make_trainer()
-    trainer.train_metrics = {}
+    trainer.progress.train_metrics = {}
     trainer.train_step = fail_with("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
     with pytest.raises(StepDoesNotFitError, match="ran out of memory"):
         trainer._take_step(trainer.exmp_batch)

@@ -132,7 +132,7 @@ def test_a_rollback_gives_the_run_without_the_bad_batch(every_n_steps, tmp_path)
         callbacks=[ModelCheckpointConfig(every_n_steps=every_n_steps, max_to_keep=None)],
     )
     loader = train(trainer, 5, 7, num_steps=8)
-    assert (trainer.num_rollbacks, sorted(trainer.skipped_batches)) == (2, [5, 7])
+    assert (trainer.progress.num_rollbacks, sorted(trainer.progress.skipped_batches)) == (2, [5, 7])
     assert loader.index == 10
 
     good = make_trainer(logger=None, trainer_class=FragileTrainer)
@@ -151,7 +151,7 @@ def test_epochs_keep_their_length_after_a_rollback(tmp_path):
         callbacks=[ModelCheckpointConfig(every_n_steps=1)],
     )
     epochs = []
-    trainer.on_training_epoch_end = lambda metrics, epoch: epochs.append((epoch, trainer.num_drawn))
+    trainer.on_training_epoch_end = lambda metrics, epoch: epochs.append((epoch, trainer.progress.num_drawn))
     loader = TokenLoader(trainer.mesh, transform=poison(2))
     trainer.train_model(loader, num_train_steps=8, steps_per_epoch=3)
     assert epochs == [(1, 3), (2, 6), (3, 9)]

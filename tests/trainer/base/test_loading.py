@@ -116,7 +116,7 @@ def test_another_run_goes_on_from_a_checkpoint(run):
     assert trainer.load_pretrained_model(folder, train_loader=loader) == 4
     assert_equal(whole_state(trainer), state)
     assert loader.index == 4
-    assert trainer.monitor.tokens_seen > 0
+    assert trainer.progress.tokens_seen > 0
 
 
 def test_a_step_can_be_chosen(run):
@@ -132,7 +132,7 @@ def test_a_new_run_starts_from_the_parameters_alone(run):
     folder, state, _ = run
     trainer = make_trainer(EIGHT, logger=None, optimizer=SGD)
     assert trainer.load_pretrained_model(folder, load_optimizer=False) == 4
-    assert (trainer.global_step, int(trainer.state.step), trainer.monitor.tokens_seen) == (0, 0, 0)
+    assert (trainer.global_step, int(trainer.state.step), trainer.progress.tokens_seen) == (0, 0, 0)
     assert_equal(whole_state(trainer), params_of(state))
 
 

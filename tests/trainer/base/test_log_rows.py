@@ -7,8 +7,8 @@ import signal
 import pytest
 from trainer.runs import SizedTokenLoader, TokenLoader, make_trainer
 
-from xlstm_jax.trainer.base.signals import TrainingInterrupted
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
+from xlstm_jax.trainer.run.signals import TrainingInterrupted
 
 
 def rows_of(path, mode="train"):

@@ -9,9 +9,9 @@ from xlstm_jax.checkpoint.store import CheckpointStore
 from xlstm_jax.models.cost import model_cost
 from xlstm_jax.trainer.base import run_metrics
 from xlstm_jax.trainer.base import trainer as trainer_module
-from xlstm_jax.trainer.base.clock import Clock
 from xlstm_jax.trainer.base.run_metrics import mfu_flops
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
+from xlstm_jax.trainer.run.clock import Clock
 
 STEP, SAVE, VALIDATION = 1.0, 100.0, 50.0
 PEAK = 1e9

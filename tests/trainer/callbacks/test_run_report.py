@@ -11,9 +11,9 @@ import pytest
 from trainer.callbacks.regression import draw_batches, make_regression
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.trainer.base.signals import TrainingInterrupted
 from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, run_report
 from xlstm_jax.trainer.callbacks.run_report import RunReportConfig
+from xlstm_jax.trainer.run.signals import TrainingInterrupted
 
 
 class Hook(Callback):

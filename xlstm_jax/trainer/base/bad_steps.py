@@ -82,17 +82,17 @@ class BadStepHandling(CheckpointLoading):
     def _roll_back(self, train_loader: DataIterator) -> None:
         """Return to the last checkpoint, and leave out the batch of the first bad step from now on."""
         limit = self.trainer_config.bad_steps.max_rollbacks
-        if self.num_rollbacks >= limit:
+        if self.progress.num_rollbacks >= limit:
             raise RuntimeError(
                 f"The run was rolled back {limit} times and has met a bad step again. Lower the learning rate, look at "
                 "the batches named in the log, or raise bad_steps.max_rollbacks."
             )
         bad_step = int(self.state.guard.first_bad)
         bad_batch = self._batch_of_step[bad_step]
-        skipped, num_rollbacks = self.skipped_batches | {bad_batch}, self.num_rollbacks + 1
+        skipped, num_rollbacks = self.progress.skipped_batches | {bad_batch}, self.progress.num_rollbacks + 1
         self.load_model()
         self.load_data_loaders(train_loader=train_loader)
-        self.skipped_batches, self.num_rollbacks = skipped, num_rollbacks
+        self.progress.skipped_batches, self.progress.num_rollbacks = skipped, num_rollbacks
         self.logger.found_nans = False
         self.logger.drop_after(self.global_step)
         self._look_again()

@@ -11,12 +11,12 @@ from rich.progress import track
 
 from xlstm_jax.common_types import ImmutableMetrics, Metrics, PyTree, TrainState
 from xlstm_jax.dataset.batch import Batch
-from xlstm_jax.trainer.base.clock import Clock
 from xlstm_jax.trainer.base.hooks import CallbackHooks
 from xlstm_jax.trainer.data_module import DataIterator, kept_in_place
 from xlstm_jax.trainer.logger.base_logger import Logger
 from xlstm_jax.trainer.logger.console import ConsoleLogger
 from xlstm_jax.trainer.placement import zeros_on_mesh
+from xlstm_jax.trainer.run.clock import Clock
 from xlstm_jax.trainer.token_check import TokenCheck
 
 LOGGER = logging.getLogger(__name__)

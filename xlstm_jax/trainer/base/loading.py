@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from flax.core import unfreeze
 from jax.sharding import Mesh
 
 from xlstm_jax.checkpoint.files import checkpoint_folder
@@ -17,7 +15,6 @@ from xlstm_jax.common_types import PyTree, TrainState
 from xlstm_jax.configs import ConfigDict
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.models.configs import ModelConfig
-from xlstm_jax.trainer.base.clock import Clock, Heartbeat
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.run_metrics import RunMonitor
 from xlstm_jax.trainer.callbacks.callback import Callback
@@ -26,6 +23,8 @@ from xlstm_jax.trainer.callbacks.saved_run import MODEL_PARTS, named_loaders, re
 from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 from xlstm_jax.trainer.optimizer.schedule_free import started_from
+from xlstm_jax.trainer.run.clock import Clock, Heartbeat
+from xlstm_jax.trainer.run.progress import Progress
 from xlstm_jax.utils.partitioned import is_partitioned, reboxed, unboxed
 
 LOGGER = logging.getLogger(__name__)
@@ -42,14 +41,8 @@ class CheckpointLoading:
     clock: Clock
     monitor: RunMonitor
     heartbeat: Heartbeat
+    progress: Progress
     global_step: int
-    num_drawn: int
-    num_epochs_finished: int
-    num_rollbacks: int
-    skipped_batches: set[int]
-    train_metrics: Any
-    _saved_train_metrics: Any
-    _validated_step: int | None
     _validation_metrics: dict[str, Any]
 
     def load_model(self, step_idx: int = -1, raise_if_not_found: bool = True) -> None:
@@ -103,11 +96,11 @@ class CheckpointLoading:
         )
         if state_dict.get("opt_state") is None:
             self.state = self.state.replace(opt_state=started_from(self.state.opt_state, self.state.params))
-        self.global_step = int(self.state.step)
-        self.num_drawn = self.global_step
-        self.train_metrics = self._saved_train_metrics = self._validated_step = None
         self._validation_metrics = {}
-        self._restore_run(state_dict.get("run") or {})
+        run = state_dict.get("run") or {}
+        self.progress.restore(run, step=int(self.state.step))
+        if run:
+            self._restore_clock(run)
         restore_callbacks(self.callbacks, state_dict)
 
     @staticmethod
@@ -228,27 +221,12 @@ class CheckpointLoading:
     def run_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps about the run, beside its arrays and the position in the data."""
         return {
-            "tokens_seen": self.monitor.tokens_seen,
+            **self.progress.to_document(),
             "clock": self.clock.id,
             "seconds": self.clock.seconds,
-            "num_drawn": self.num_drawn,
-            "num_epochs_finished": self.num_epochs_finished,
-            "train_metrics": jax.tree.map(lambda x: np.asarray(x).tolist(), unfreeze(self.train_metrics or {})),
-            "skipped_batches": sorted(self.skipped_batches),
-            "num_rollbacks": self.num_rollbacks,
-            "validated_step": self._validated_step,
         }
 
-    def _restore_run(self, run: Mapping[str, Any]) -> None:
-        if not run:
-            return
-        self.monitor.tokens_seen = run["tokens_seen"]
-        self.num_drawn = run["num_drawn"]
-        self.num_epochs_finished = run["num_epochs_finished"]
-        self._saved_train_metrics = run["train_metrics"]
-        self.skipped_batches = set(run["skipped_batches"])
-        self.num_rollbacks = run["num_rollbacks"]
-        self._validated_step = run.get("validated_step")
+    def _restore_clock(self, run: Mapping[str, Any]) -> None:
         saved, lost = sum(run["seconds"].values()), self.clock.elapsed
         if run["clock"] == self.clock.id:
             lost -= saved

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from xlstm_jax.models.cost import model_cost
 from xlstm_jax.models.llama.config import LlamaConfig
 from xlstm_jax.models.xlstm.config import XLSTMConfig
-from xlstm_jax.trainer.base.clock import Clock
 from xlstm_jax.trainer.base.steps import BAD_STEPS
+from xlstm_jax.trainer.run.clock import Clock
+from xlstm_jax.trainer.run.progress import Progress
 from xlstm_jax.utils.accelerators import of_device_kind
 
 LOGGER = logging.getLogger(__name__)
@@ -26,22 +27,22 @@ class RunMonitor:
     """Counts tokens and computes the numbers of a row.
 
     Args:
-        clock: Says where the time went.
+        clock: Measures where the time goes.
+        progress: Counts the tokens.
         model_config: The shape of the model; that of ours gives a utilisation.
         num_devices: The devices of the mesh.
 
     Attributes:
-        tokens_seen: Inputs of the model since the first step, padding included; those of other starts too.
         num_bad: Bad steps so far, as of the last row.
         data_wait: Seconds that the host waited for batches since the last row.
         data_statistics: Returns what the data tells of itself.
     """
 
-    def __init__(self, clock: Clock, model_config: Any, num_devices: int):
+    def __init__(self, clock: Clock, progress: Progress, model_config: Any, num_devices: int):
         self.clock = clock
+        self.progress = progress
         self.model_config = model_config
         self.num_devices = num_devices
-        self.tokens_seen = 0
         self.num_bad = 0
         self.data_wait = 0.0
         self.data_statistics: Callable[[], Mapping[str, float]] = dict
@@ -51,24 +52,24 @@ class RunMonitor:
 
     def start(self, step: int) -> None:
         """Begin to count at a step."""
-        self._last = (step, self.tokens_seen)
+        self._last = (step, self.progress.tokens_seen)
         self._last_seconds = self.clock.seconds
         self.data_wait = 0.0
 
     def count(self, inputs: Any) -> None:
         """Count the inputs of a step."""
         if hasattr(inputs, "shape"):
-            self.tokens_seen += inputs.size
+            self.progress.tokens_seen += inputs.size
             self._sequence_length = inputs.shape[1] if inputs.ndim == 2 else 0
 
     def __call__(self, row: dict[str, Any], step: int) -> Mapping[str, Any]:
         """Compute the numbers of a row."""
         last_step, last_tokens = self._last
-        num_steps, num_tokens = step - last_step, self.tokens_seen - last_tokens
+        num_steps, num_tokens = step - last_step, self.progress.tokens_seen - last_tokens
         seconds = self.clock.seconds
         self.num_bad = int(row.pop(f"{BAD_STEPS}_single", 0))
         numbers: dict[str, Any] = {
-            "tokens_seen": self.tokens_seen,
+            "tokens_seen": self.progress.tokens_seen,
             "data_wait_time": self.data_wait / max(num_steps, 1),
             "compile_time": self.clock.seconds["compile"],
             **{f"{name}_time": seconds[name] - self._last_seconds[name] for name in ("checkpoint", "evaluation")},

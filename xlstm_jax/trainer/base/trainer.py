@@ -25,16 +25,12 @@ from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.distributed.xla_utils import deterministic_options
 from xlstm_jax.models.configs import ModelConfig
-from xlstm_jax.trainer.base.batches import BatchStream
-from xlstm_jax.trainer.base.clock import USEFUL, Clock, Heartbeat
 from xlstm_jax.trainer.base.compiled_step import CompiledMemory, out_of_memory_is_reported
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.evaluation import DataLoaders, EvalStep
 from xlstm_jax.trainer.base.guard import GuardState
 from xlstm_jax.trainer.base.param_utils import get_num_params, tabulate_params
-from xlstm_jax.trainer.base.plan import Plan, describe_data, describe_mesh, plan_run
 from xlstm_jax.trainer.base.run_metrics import RunMonitor
-from xlstm_jax.trainer.base.signals import Interrupts, TrainingInterrupted
 from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
 from xlstm_jax.trainer.base.validation import Validation
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
@@ -45,6 +41,11 @@ from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig, build_gradient_transformations, build_optimizer
 from xlstm_jax.trainer.placement import compile_step, init_sharded, on_mesh, place_batch, shapes_on_mesh, zeros_on_mesh
+from xlstm_jax.trainer.run.batches import BatchStream
+from xlstm_jax.trainer.run.clock import USEFUL, Clock, Heartbeat
+from xlstm_jax.trainer.run.plan import Plan, describe_data, describe_mesh, plan_run
+from xlstm_jax.trainer.run.progress import Progress
+from xlstm_jax.trainer.run.signals import Interrupts, TrainingInterrupted
 from xlstm_jax.trainer.token_check import TokenCheck
 from xlstm_jax.trainer.user_functions import gather_rows
 from xlstm_jax.utils.startup import STARTUP, describe_startup
@@ -80,6 +81,7 @@ class TrainerModule(Validation):
         state: The train state, spread over the mesh.
         train_step: `(state, batch, metrics) -> (state, metrics)`, compiled; it overwrites what it gets.
         eval_step: `(state, batch, metrics) -> metrics`, compiled.
+        progress: How far the run has come, as checkpoints keep it.
         global_step: The number of steps so far.
         exmp_batch: The example batch.
         batch_partition_specs: How the rows of a batch are split.
@@ -117,16 +119,9 @@ class TrainerModule(Validation):
         self.optimizer_config = optimizer_config
         self.exmp_batch = batch
         self.first_step = True
-        self.global_step = 0
-        self.num_drawn = 0
-        self.num_epochs_finished = 0
-        self.train_metrics: Any = None
-        self._saved_train_metrics: Any = None
-        self._validated_step: int | None = None
+        self.progress = Progress()
         self._validation_metrics: dict[str, Any] = {}
-        self.skipped_batches: set[int] = set()
         self._num_bad_seen = 0
-        self.num_rollbacks = 0
         self._batch_of_step: dict[int, int] = {}  # since the host last looked for bad steps
         self.should_stop = False
         self.status: str | None = None
@@ -143,6 +138,15 @@ class TrainerModule(Validation):
         self.init_model(batch)
         self.create_jitted_functions()
         self.init_callbacks(trainer_config.callbacks)
+
+    @property
+    def global_step(self) -> int:
+        """The number of steps so far."""
+        return self.progress.step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self.progress.step = step
 
     def init_mesh(self, model_config: ModelConfig, mesh: Mesh | AbstractMesh | None = None) -> None:
         """Arrange the devices, and name the axes."""
@@ -173,7 +177,7 @@ class TrainerModule(Validation):
             {"trainer": self.trainer_config, "model": self.model_config, "optimizer": self.optimizer_config}
         )
         shape = self.model_config.model_config
-        self.monitor = RunMonitor(self.clock, shape, self.mesh.size)
+        self.monitor = RunMonitor(self.clock, self.progress, shape, self.mesh.size)
         self.logger.monitors.append(self.monitor)
         self.logger.step_clock = lambda: self.clock.training_seconds
         is_first = jax.process_index() == 0
@@ -379,7 +383,7 @@ class TrainerModule(Validation):
         self.check_data(train=train_loader, val=val_loader, test=test_loader)
         plan = plan_run(train_loader, num_epochs, num_train_steps, steps_per_epoch)
         self.global_step = int(self.state.step)
-        self.num_drawn = max(self.num_drawn, self.global_step)
+        self.progress.num_drawn = max(self.progress.num_drawn, self.global_step)
         self.should_stop = False
         self.clock.start()
         self._look_again()
@@ -413,7 +417,9 @@ class TrainerModule(Validation):
                     raise TrainingInterrupted(number, self.global_step)
             if test_loader is not None and status == "success":
                 self._load_latest()
-                epoch_idx = plan.epoch_at(max(self.num_drawn - 1, 0), max(self.num_epochs_finished - 1, 0))
+                epoch_idx = plan.epoch_at(
+                    max(self.progress.num_drawn - 1, 0), max(self.progress.num_epochs_finished - 1, 0)
+                )
                 results["test"] = self.test_model(test_loader, apply_callbacks=True, epoch_idx=epoch_idx)
         finally:
             self.clock.stop()
@@ -427,14 +433,14 @@ class TrainerModule(Validation):
         self._make_up_validation(plan, val_loader, results)
         stream, was_empty = BatchStream(train_loader, self.token_check), False
         while self.global_step < plan.num_train_steps and not self.should_stop:
-            epoch_idx, num_drawn = self._epoch_idx(plan), self.num_drawn
+            epoch_idx, num_drawn = self._epoch_idx(plan), self.progress.num_drawn
             self.on_training_epoch_start(epoch_idx)
             self.logger.start_epoch(epoch_idx, self.global_step, mode="train")
             outcome = self._train_epoch(plan, stream, val_loader, epoch_idx, results)
             if outcome is _Outcome.INTERRUPTED:
                 self.logger.leave_epoch()
                 return outcome
-            _, epoch_metrics = self.logger.end_epoch(self.train_metrics, self.global_step)
+            _, epoch_metrics = self.logger.end_epoch(self.progress.train_metrics, self.global_step)
             can_roll_back = self.trainer_config.bad_steps.policy == "rollback" and not self.state_is_good()
             if outcome is _Outcome.BAD_STEP and can_roll_back:
                 self._roll_back(train_loader)
@@ -442,13 +448,13 @@ class TrainerModule(Validation):
                 continue
             self.on_training_epoch_end(epoch_metrics, epoch_idx)
             if outcome is _Outcome.BAD_STEP:
-                self.global_step, self.train_metrics = int(self.state.step), None
+                self.global_step, self.progress.train_metrics = int(self.state.step), None
                 return outcome
-            is_empty = self.num_drawn == num_drawn
+            is_empty = self.progress.num_drawn == num_drawn
             if is_empty and was_empty:  # The first may be the end of the epoch that a run was stopped in.
                 raise ValueError("The train loader gave no batch in a whole epoch: it is empty or used up.")
             was_empty = is_empty
-            self.num_epochs_finished += 1
+            self.progress.num_epochs_finished += 1
             if self._is_due(epoch_idx, self.trainer_config.check_val_every_n_epoch) and val_loader is not None:
                 results[f"val_epoch_{epoch_idx}"] = self._validate_once(val_loader, epoch_idx)
         return _Outcome.FINISHED
@@ -461,17 +467,17 @@ class TrainerModule(Validation):
         epoch_idx: int,
         results: dict[str, Any],
     ) -> _Outcome:
-        config, first = self.trainer_config, self.num_drawn
-        while (batch := self._draw(plan, stream, begins_epoch=self.num_drawn == first)) is not None:
+        config, first = self.trainer_config, self.progress.num_drawn
+        while (batch := self._draw(plan, stream, begins_epoch=self.progress.num_drawn == first)) is not None:
             self.global_step += 1
             step = self.global_step
             if config.bad_steps.policy == "rollback":
-                self._batch_of_step[step] = self.num_drawn
+                self._batch_of_step[step] = self.progress.num_drawn
             self.monitor.count(getattr(batch, "inputs", None))
             self._take_step(batch)
-            self.on_training_step(self.train_metrics, epoch_idx, step)
+            self.on_training_step(self.progress.train_metrics, epoch_idx, step)
             is_logged = self.logger.is_due(step)
-            self.train_metrics = self.logger.log_step(self.train_metrics, step)
+            self.progress.train_metrics = self.logger.log_step(self.progress.train_metrics, step)
             is_due = self._is_due(step, config.check_val_every_n_steps) or self._is_validated_at_end(plan)
             is_validated = is_due and val_loader is not None
             if self._has_gone_bad(is_logged=is_logged, may_wait=is_validated):
@@ -492,11 +498,11 @@ class TrainerModule(Validation):
 
     def _draw(self, plan: Plan, stream: BatchStream, *, begins_epoch: bool) -> Batch | None:
         """Return the next batch that is not to be left out; `None` at the end of an epoch."""
-        at_boundary = plan.begins_epoch(self.num_drawn)
+        at_boundary = plan.begins_epoch(self.progress.num_drawn)
         with self.clock.measure("data") as span:
             while (batch := stream.next(begins_epoch=begins_epoch, at_boundary=at_boundary)) is not None:
-                self.num_drawn += 1
-                if self.num_drawn not in self.skipped_batches:
+                self.progress.num_drawn += 1
+                if self.progress.num_drawn not in self.progress.skipped_batches:
                     break
             if not self.state.step.is_ready():
                 span.activity = USEFUL  # The device was busy all the while.
@@ -504,14 +510,13 @@ class TrainerModule(Validation):
         return batch
 
     def _take_step(self, batch: Batch) -> None:
-        if self.train_metrics is None:
-            self.train_metrics = self._first_train_metrics(batch)
+        metrics = self.progress.train_metrics = self._placed_train_metrics(batch)
         if self.first_step:
             STARTUP.end("first batch")
             with out_of_memory_is_reported(self.mesh.local_devices[0]):
                 with self.clock.measure("compile") as span:
-                    self.state, self.train_metrics = self.train_step(self.state, batch, self.train_metrics)
-                jax.block_until_ready(self.train_metrics)
+                    self.state, self.progress.train_metrics = self.train_step(self.state, batch, metrics)
+                jax.block_until_ready(self.progress.train_metrics)
             self.first_step = False
             STARTUP.end("first step")
             self._report_startup()
@@ -520,20 +525,23 @@ class TrainerModule(Validation):
             self.logger.restart_timer(self.global_step)
             return
         with jax.profiler.StepTraceAnnotation("train_step", step_num=self.global_step):
-            self.state, self.train_metrics = self.train_step(self.state, batch, self.train_metrics)
+            self.state, self.progress.train_metrics = self.train_step(self.state, batch, metrics)
 
     def _report_startup(self) -> None:
         if metrics := STARTUP.finish():
             LOGGER.info("Until the end of the first step: %s.", describe_startup(metrics))
             self.logger.log_host_metrics(metrics, self.global_step, mode="startup")
 
-    def _first_train_metrics(self, batch: Batch) -> FrozenDict:
-        """Return the metrics before the first step: those of a checkpoint, unless they were logged with its step."""
-        zeros, saved = self.init_train_metrics(batch), FrozenDict(self._saved_train_metrics or {})
-        is_usable = jax.tree.structure(zeros) == jax.tree.structure(saved, is_leaf=lambda x: isinstance(x, list))
-        if not is_usable or self.logger.is_due(self.global_step - 1):
+    def _placed_train_metrics(self, batch: Batch) -> Metrics:
+        """Return the running metrics on the mesh: those of a checkpoint unless they were logged with its step."""
+        metrics = self.progress.train_metrics
+        is_restored = any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(metrics))
+        if metrics is not None and not is_restored:
+            return metrics
+        zeros, restored = self.init_train_metrics(batch), FrozenDict(metrics or {})
+        if jax.tree.structure(zeros) != jax.tree.structure(restored) or self.logger.is_due(self.global_step - 1):
             return zeros
-        return jax.tree.map(lambda zero, x: jax.device_put(np.asarray(x, zero.dtype), zero.sharding), zeros, saved)
+        return jax.tree.map(lambda zero, x: jax.device_put(x.astype(zero.dtype), zero.sharding), zeros, restored)
 
     def _load_latest(self) -> None:
         """Load the latest checkpoint, unless it is the state as it is."""

@@ -7,7 +7,7 @@ import jax
 
 from xlstm_jax.trainer.base.bad_steps import BadStepHandling
 from xlstm_jax.trainer.base.evaluation import DataLoaders, Evaluation
-from xlstm_jax.trainer.base.plan import Plan
+from xlstm_jax.trainer.run.plan import Plan
 
 LOGGER = logging.getLogger(__name__)
 
@@ -22,22 +22,22 @@ class Validation(Evaluation, BadStepHandling):
         with self.clock.measure("evaluation"):
             self.on_validation_epoch_start(epoch_idx=epoch_idx, step_idx=self.global_step)
             metrics = self.eval_model(val_loader, mode="val", epoch_idx=epoch_idx)
-            self._validated_step, self._validation_metrics = self.global_step, metrics
+            self.progress.validated_step, self._validation_metrics = self.global_step, metrics
             self.on_validation_epoch_end(metrics, epoch_idx=epoch_idx, step_idx=self.global_step)
         return metrics
 
     def _make_up_validation(self, plan: Plan, val_loader: DataLoaders | None, results: dict[str, Any]) -> None:
         """Run the validation at which an earlier start of the run ended, after it had saved the state."""
         step, config, checkpoints = self.global_step, self.trainer_config, self._checkpoints()
-        if val_loader is None or step in (0, self._validated_step):
+        if val_loader is None or step in (0, self.progress.validated_step):
             return
         if checkpoints is None:
             return
         if metrics := checkpoints.load_metrics(step):
-            self._validated_step, self._validation_metrics = step, metrics
+            self.progress.validated_step, self._validation_metrics = step, metrics
         if checkpoints.has_metrics(step):
             return
-        epoch_idx = plan.epoch_at(self.num_drawn - 1, self.num_epochs_finished)
+        epoch_idx = plan.epoch_at(self.progress.num_drawn - 1, self.progress.num_epochs_finished)
         with self.logger.logs_again(step):
             if self._is_due(step, config.check_val_every_n_steps) or self._is_validated_at_end(plan):
                 results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
@@ -46,7 +46,7 @@ class Validation(Evaluation, BadStepHandling):
 
     def _validate_once(self, val_loader: DataLoaders, epoch_idx: int) -> dict[str, Any]:
         """Validate after an epoch, unless its last step was validated, if only before the run was resumed."""
-        if self._validated_step == self.global_step:
+        if self.progress.validated_step == self.global_step:
             LOGGER.warning("Step %d was validated already: epoch %d has its metrics.", self.global_step, epoch_idx)
             return self._validation_metrics
         return self._eval_model_in_train_loop(val_loader, epoch_idx)
@@ -57,7 +57,7 @@ class Validation(Evaluation, BadStepHandling):
 
     def _epoch_idx(self, plan: Plan) -> int:
         """Return the index of the epoch that the next batch belongs to."""
-        return plan.epoch_at(self.num_drawn, self.num_epochs_finished)
+        return plan.epoch_at(self.progress.num_drawn, self.progress.num_epochs_finished)
 
     def _is_validated_at_end(self, plan: Plan) -> bool:
         """Tell whether the step is the last one of a run that is validated at its end."""

@@ -4,8 +4,8 @@ import logging
 import os
 import signal
 
-from xlstm_jax.trainer.base import signals
-from xlstm_jax.trainer.base.signals import Interrupts
+from xlstm_jax.trainer.run import signals
+from xlstm_jax.trainer.run.signals import Interrupts
 
 
 class InterruptedStream:

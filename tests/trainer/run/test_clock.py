@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from xlstm_jax.trainer.base.clock import Clock, Heartbeat
+from xlstm_jax.trainer.run.clock import Clock, Heartbeat
 
 
 class Time:
