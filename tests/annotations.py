@@ -5,6 +5,7 @@ That takes longer than all checks together.
 """
 
 from collections.abc import Callable, Hashable
+from typing import Any, get_args
 
 from beartype import beartype
 
@@ -17,6 +18,9 @@ def checked(function: Callable) -> Callable:
     Args:
         function: What jaxtyping makes of a signature: it has no closure, and its body does nothing with the arguments.
     """
+    function.__annotations__ = {
+        name: Any if is_static(hint) else hint for name, hint in function.__annotations__.items()
+    }
     key = (
         function.__module__,
         function.__qualname__,
@@ -31,3 +35,9 @@ def checked(function: Callable) -> Callable:
         return _checks.setdefault(key, beartype(function))
     except TypeError:  # an annotation that cannot be hashed
         return beartype(function)
+
+
+def is_static(hint: Any) -> bool:
+    """Check whether an annotation has a protocol for type checkers alone, which objects cannot be compared with."""
+    is_protocol = getattr(hint, "_is_protocol", False) and not getattr(hint, "_is_runtime_protocol", False)
+    return is_protocol or any(map(is_static, get_args(hint)))

@@ -148,15 +148,15 @@ def import_all() -> None:
     """Import what `train` and `resume` need; JAX looks for devices only after the fork."""
     import xlstm_jax.cli.resume
     import xlstm_jax.cli.train  # noqa: F401 - for the forks
-    from xlstm_jax.trainer.base.evaluation import Evaluation
+    from xlstm_jax.trainer.base.trainer import TrainerModule
 
-    evaluate = Evaluation.eval_model
+    evaluate = TrainerModule.eval_model
 
     def announced(*args: Any, **kwargs: Any) -> Any:
         sys.audit(VALIDATION)
         return evaluate(*args, **kwargs)
 
-    Evaluation.eval_model = announced
+    TrainerModule.eval_model = announced
 
 
 def run(request: Mapping[str, Any]) -> int:

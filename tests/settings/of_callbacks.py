@@ -20,6 +20,7 @@ from xlstm_jax.trainer.callbacks.run_report import RunReportConfig
 from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
 from xlstm_jax.trainer.callbacks.watchdog import HangWatchdogConfig
 from xlstm_jax.trainer.eval import lmeval_extended_evaluation as lmeval
+from xlstm_jax.trainer.run.clock import Clock
 
 
 class State(flax.struct.PyTreeNode):
@@ -39,7 +40,7 @@ def trainer_in(world: World, **more):
         "state": State(jnp.zeros(()), params),
         "lr_scheduler": lambda step: 0.5 * step,
         "state_is_good": lambda: True,
-        "clock": None,
+        "clock": Clock(),
         "exmp_batch": LLMBatch.get_dtype_struct(2, 8),
         "trainer_config": SimpleNamespace(debug=True, seed_eval=0),
     }

@@ -86,10 +86,10 @@ def test_a_first_step_that_runs_out_of_memory_is_reported_as_such():
     trainer.progress.train_metrics = {}
     trainer.train_step = fail_with("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
     with pytest.raises(StepDoesNotFitError, match="ran out of memory"):
-        trainer._take_step(trainer.exmp_batch)
+        trainer.take_step(trainer.exmp_batch)
     trainer.train_step = fail_with("INTERNAL: something else")
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        trainer._take_step(trainer.exmp_batch)
+        trainer.take_step(trainer.exmp_batch)
 
 
 def test_a_cpu_reports_no_limit():

@@ -7,8 +7,7 @@ from trainer.runs import LENGTH, ROWS, SizedTokenLoader, TokenLoader, make_train
 
 from xlstm_jax.checkpoint.store import CheckpointStore
 from xlstm_jax.models.cost import model_cost
-from xlstm_jax.trainer.base import run_metrics
-from xlstm_jax.trainer.base import trainer as trainer_module
+from xlstm_jax.trainer.base import run_metrics, training_program
 from xlstm_jax.trainer.base.run_metrics import mfu_flops
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 from xlstm_jax.trainer.run.clock import Clock
@@ -37,7 +36,7 @@ def rows(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "Clock", lambda: Clock(now=lambda: now[0]))
+        patch.setattr(training_program, "Clock", lambda: Clock(now=lambda: now[0]))
         patch.setattr(CheckpointStore, "save", slow_save)
         patch.setattr(run_metrics, "peak_flops", lambda num_devices: PEAK)
         callbacks = [ModelCheckpointConfig(every_n_steps=3, every_n_epochs=-1)]

@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import io
 import json
-from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -32,9 +31,9 @@ from xlstm_jax.distributed import split_array_over_mesh
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.trainer import TrainerConfig, TrainerModule
-from xlstm_jax.trainer.base.evaluation import Evaluation
+from xlstm_jax.trainer.base.evaluator import tracked
 from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, ModelCheckpointConfig
-from xlstm_jax.trainer.logger import LoggerConfig
+from xlstm_jax.trainer.logger import Logger, LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLogger
 from xlstm_jax.trainer.optimizer import OptimizerConfig
 from xlstm_jax.utils.startup import STARTUP
@@ -238,8 +237,9 @@ def test_a_bar_for_a_loader_that_does_not_know_its_length_has_no_end():
 
     tool = ConsoleLogger.__new__(ConsoleLogger)
     tool.console = Console(file=io.StringIO(), force_terminal=True)
-    trainer = SimpleNamespace(logger=SimpleNamespace(log_tools=[tool]))
-    assert list(Evaluation.tracker(trainer, Loader(), desc="val 1")) == [0, 1, 2]
+    logger = Logger.__new__(Logger)
+    logger.log_tools = [tool]
+    assert list(tracked(Loader(), logger, "val 1")) == [0, 1, 2]
 
 
 def test_validation_may_be_absent(caplog):

@@ -17,9 +17,9 @@ from xlstm_jax.common_types import TrainState
 from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, ModelCheckpointConfig, load_pretrained_model
 from xlstm_jax.trainer.callbacks.checkpointing import check_folders
-from xlstm_jax.trainer.callbacks.saved_run import restore_callbacks
 from xlstm_jax.trainer.data_module import DataloaderModule
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
+from xlstm_jax.trainer.run.saved_run import restore_callbacks
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,6 +62,9 @@ def make_trainer(log_path, value=1.0, width=3, **model_settings):
         state=state.replace(step=jnp.int32(0), mutable_variables={"statistics": {"mean": jnp.float32(value)}}),
         log_path=log_path,
         global_step=0,
+        callbacks=[],
+        clock=Clock(),
+        run_state=dict,
         trainer_config=Settings(),
         model_config=Settings(width=width, **model_settings),
         optimizer_config=OptimizerConfig(name="adam"),

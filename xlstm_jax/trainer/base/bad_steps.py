@@ -1,102 +1,122 @@
-"""What the host does about bad steps, which the device has recognised and not applied."""
+"""What the host does about bad steps, which the device has detected and not applied."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
+from xlstm_jax.common_types import TrainState
 from xlstm_jax.trainer.base.config import TrainerConfig
-from xlstm_jax.trainer.base.loading import CheckpointLoading
-from xlstm_jax.trainer.data_module import DataIterator, is_resumable
+from xlstm_jax.trainer.base.guard import GuardState
+from xlstm_jax.trainer.base.run_metrics import RunMonitor
 from xlstm_jax.trainer.logger.base_logger import Logger
+from xlstm_jax.trainer.run.progress import Progress
 
 LOGGER = logging.getLogger(__name__)
 
 
-class BadStepHandling(CheckpointLoading):
-    """Looks for bad steps where that costs nothing, and rolls back."""
+class BadStepHandler:
+    """Looks for bad steps where that costs no time, and does what the policy says.
 
-    trainer_config: TrainerConfig
-    logger: Logger
-    _num_bad_seen: int
-    _batch_of_step: dict[int, int]
+    Args:
+        config: The config of the trainer.
+        progress: The progress of the run.
+        logger: The logger of the run.
+        monitor: Counts bad steps, as of the last row that was logged.
+    """
 
-    def state_is_good(self) -> bool:
-        """Check that no bad step has stopped the state from moving on, and that the run may save it. Waits for it."""
-        guard = self.state.guard
-        return guard is None or self.trainer_config.bad_steps.policy == "skip" or int(guard.first_bad) == 0
+    def __init__(self, config: TrainerConfig, progress: Progress, logger: Logger, monitor: RunMonitor):
+        self._policy = config.bad_steps.policy if config.check_for_nan else None
+        self._config = config.bad_steps
+        self._progress = progress
+        self._logger = logger
+        self._monitor = monitor
+        self._num_seen = 0
+        self._batch_of_step: dict[int, int] = {}  # of the steps since the last look
 
-    def _has_gone_bad(self, *, is_logged: bool, may_wait: bool) -> bool:
-        """Check where it costs nothing whether the run cannot go on as it is."""
-        if not self.trainer_config.check_for_nan:
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the run returns to a checkpoint after a bad step."""
+        return self._policy == "rollback"
+
+    def is_good(self, guard: GuardState | None) -> bool:
+        """Check that no bad step has stopped the state from changing, so that it may be saved. Waits for the device."""
+        return guard is None or self._policy == "skip" or int(guard.first_bad) == 0
+
+    def record_batch(self) -> None:
+        """Remember which batch the current step is about to use."""
+        if self.rolls_back:
+            self._batch_of_step[self._progress.step] = self._progress.num_drawn
+
+    def forget_batches(self) -> None:
+        """Forget the batches so far: their steps were good."""
+        self._batch_of_step.clear()
+
+    def must_stop(self, guard: GuardState | None, *, is_logged: bool, may_wait: bool) -> bool:
+        """Check whether the training has to stop or roll back here.
+
+        Args:
+            guard: The guard of the train state.
+            is_logged: Whether this step was logged, so that the number of bad steps is on the host.
+            may_wait: Whether to wait for the device.
+        """
+        if self._policy is None:
             return False
-        if self.trainer_config.bad_steps.policy == "skip":
-            if is_logged and self.monitor.num_bad > self._num_bad_seen:
-                LOGGER.warning("%d bad steps were skipped, %d so far.", *self._count_new_bad_steps())
+        if self._policy == "skip":
+            if is_logged and self._monitor.num_bad > self._num_seen:
+                num_before, self._num_seen = self._num_seen, self._monitor.num_bad
+                LOGGER.warning(
+                    "%d bad steps were skipped, %d so far.", self._num_seen - num_before, self._monitor.num_bad
+                )
             return False
-        if is_logged and (self.logger.found_nans or self.monitor.num_bad > self._num_bad_seen):
+        if is_logged and (self._logger.found_nans or self._monitor.num_bad > self._num_seen):
             return True
-        return may_wait and not self.state_is_good()
+        return may_wait and not self.is_good(guard)
 
-    def _count_new_bad_steps(self) -> tuple[int, int]:
-        """Return how many bad steps there were since the last call, and how many so far."""
-        before, self._num_bad_seen = self._num_bad_seen, self.monitor.num_bad
-        return self._num_bad_seen - before, self._num_bad_seen
-
-    def _has_skipped_too_many(self) -> bool:
-        """Check whether the run has skipped more of its steps than it may, and log that."""
-        config, guard = self.trainer_config.bad_steps, self.state.guard
-        if guard is None or config.policy != "skip":
+    def has_skipped_too_many(self, guard: GuardState | None) -> bool:
+        """Check whether the run has skipped a larger share of its steps than allowed, and log it."""
+        if guard is None or self._policy != "skip":
             return False
         num_bad, num_steps = int(guard.num_bad), int(guard.num_bad) + int(guard.num_good)
-        if num_bad <= config.max_skipped_share * num_steps:
+        if num_bad <= self._config.max_skipped_share * num_steps:
             return False
         LOGGER.error(
             "%d of %d steps were bad and skipped, more than bad_steps.max_skipped_share=%g allows: lower the learning "
             "rate, or look at the data.",
             num_bad,
             num_steps,
-            config.max_skipped_share,
+            self._config.max_skipped_share,
         )
         return True
 
-    def _look_again(self) -> None:
-        """Let the state move on after a bad step."""
-        guard = self.state.guard
-        if guard is not None:
-            self._num_bad_seen = int(guard.num_bad)
-            zeros = jax.tree.map(lambda x: jax.device_put(np.zeros((), x.dtype), x.sharding), guard.first_bad)
-            self.state = self.state.replace(guard=guard._replace(first_bad=zeros))
+    def reset(self, state: TrainState) -> TrainState:
+        """Return a state that changes again after a bad step."""
+        guard = state.guard
+        if guard is None:
+            return state
+        self._num_seen = int(guard.num_bad)
+        zeros = jax.tree.map(lambda x: jax.device_put(np.zeros((), x.dtype), x.sharding), guard.first_bad)
+        return state.replace(guard=guard._replace(first_bad=zeros))
 
-    def _prepare_rollback(self, train_loader: DataIterator) -> None:
-        """Make sure that there is a state to go back to, and that the data can follow."""
-        checkpoints = self._checkpoints()
-        if checkpoints is None or self.trainer_config.bad_steps.policy != "rollback":
-            return
-        if not is_resumable(train_loader):
-            raise ValueError("To roll back, the train loader needs `get_state` and `set_state`.")
-        if not checkpoints.config.save_dataloader_state:
-            raise ValueError("To roll back, checkpoints need save_dataloader_state: the data goes back too.")
-        checkpoints.save_state(self.global_step)
-
-    def _roll_back(self, train_loader: DataIterator) -> None:
-        """Return to the last checkpoint, and leave out the batch of the first bad step from now on."""
-        limit = self.trainer_config.bad_steps.max_rollbacks
-        if self.progress.num_rollbacks >= limit:
+    @contextlib.contextmanager
+    def rollback(self, guard: GuardState) -> Iterator[None]:
+        """Skip the batch of the first bad step after the block, which returns the run to its last checkpoint."""
+        progress, limit = self._progress, self._config.max_rollbacks
+        if progress.num_rollbacks >= limit:
             raise RuntimeError(
                 f"The run was rolled back {limit} times and has met a bad step again. Lower the learning rate, look at "
                 "the batches named in the log, or raise bad_steps.max_rollbacks."
             )
-        bad_step = int(self.state.guard.first_bad)
+        bad_step = int(guard.first_bad)
         bad_batch = self._batch_of_step[bad_step]
-        skipped, num_rollbacks = self.progress.skipped_batches | {bad_batch}, self.progress.num_rollbacks + 1
-        self.load_model()
-        self.load_data_loaders(train_loader=train_loader)
-        self.progress.skipped_batches, self.progress.num_rollbacks = skipped, num_rollbacks
-        self.logger.found_nans = False
-        self.logger.drop_after(self.global_step)
-        self._look_again()
-        self.monitor.start(self.global_step)
+        skipped, num_rollbacks = progress.skipped_batches | {bad_batch}, progress.num_rollbacks + 1
+        yield
+        progress.skipped_batches, progress.num_rollbacks = skipped, num_rollbacks
+        self._logger.found_nans = False
+        self._logger.drop_after(progress.step)
+        self._monitor.start(progress.step)
         LOGGER.warning(
-            "Step %d was bad: back to step %d, and batch %d is left out.", bad_step, self.global_step, bad_batch
+            "Step %d was bad: back to step %d, and batch %d is left out.", bad_step, progress.step, bad_batch
         )

@@ -1,108 +1,93 @@
 """The trainer: builds a model on a mesh, then trains, validates and tests it.
 
-The numbers of a step are in `steps`; this class places them on the mesh, loops over batches and calls back.
+Users subclass it. It owns the parts of a run: `training_program` builds model, state and steps, `training_loop` goes
+through epochs and validations, and each further part has a file of its own.
 """
 
 import contextlib
-import dataclasses
-import enum
-import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax.core import FrozenDict
 from jax.sharding import AbstractMesh, Mesh
-from jax.sharding import PartitionSpec as P
 
-from xlstm_jax.common_types import HostMetrics, ImmutableMetrics, Metrics, PyTree, StepMetrics, TrainState
+from xlstm_jax.common_types import HostMetrics, ImmutableMetrics, Metrics
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.batch import Batch
-from xlstm_jax.distributed.mesh_utils import initialize_mesh
-from xlstm_jax.distributed.xla_utils import deterministic_options
 from xlstm_jax.models.configs import ModelConfig
-from xlstm_jax.trainer.base.compiled_step import CompiledMemory, out_of_memory_is_reported
+from xlstm_jax.trainer.base.bad_steps import BadStepHandler
+from xlstm_jax.trainer.base.compiled_step import out_of_memory_is_reported
 from xlstm_jax.trainer.base.config import TrainerConfig
-from xlstm_jax.trainer.base.evaluation import DataLoaders, EvalStep
-from xlstm_jax.trainer.base.guard import GuardState
-from xlstm_jax.trainer.base.param_utils import get_num_params, tabulate_params
+from xlstm_jax.trainer.base.evaluator import DataLoaders, Evaluator, tracked
+from xlstm_jax.trainer.base.hooks import CallbackHooks
+from xlstm_jax.trainer.base.param_utils import get_num_params
+from xlstm_jax.trainer.base.run_checkpoints import RunCheckpoints, read_configs, replace_parts
 from xlstm_jax.trainer.base.run_metrics import RunMonitor
-from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
-from xlstm_jax.trainer.base.validation import Validation
+from xlstm_jax.trainer.base.training_loop import Outcome, TrainingLoop
+from xlstm_jax.trainer.base.training_program import TrainingProgram
+from xlstm_jax.trainer.base.validation import ValidationSchedule
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
-from xlstm_jax.trainer.callbacks.checkpointing import check_folders
+from xlstm_jax.trainer.callbacks.checkpointing import check_folders, load_pretrained_model
 from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule, as_replayable
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerConfig
-from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig
-from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
-from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig, build_gradient_transformations, build_optimizer
-from xlstm_jax.trainer.placement import compile_step, init_sharded, on_mesh, place_batch, shapes_on_mesh, zeros_on_mesh
-from xlstm_jax.trainer.run.batches import BatchStream
-from xlstm_jax.trainer.run.clock import USEFUL, Clock, Heartbeat
+from xlstm_jax.trainer.logger.default_tools import with_default_tools
+from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
+from xlstm_jax.trainer.run.clock import Heartbeat
 from xlstm_jax.trainer.run.plan import Plan, describe_data, describe_mesh, plan_run
 from xlstm_jax.trainer.run.progress import Progress
+from xlstm_jax.trainer.run.saved_run import set_loaders
 from xlstm_jax.trainer.run.signals import Interrupts, TrainingInterrupted
 from xlstm_jax.trainer.token_check import TokenCheck
-from xlstm_jax.trainer.user_functions import gather_rows
 from xlstm_jax.utils.startup import STARTUP, describe_startup
 
 __all__ = ["TrainerConfig", "TrainerModule"]
 
 LOGGER = logging.getLogger(__name__)
 
-TrainStep = Callable[[TrainState, Batch, Metrics | None], tuple[TrainState, ImmutableMetrics]]
 
-
-class _Outcome(enum.Enum):
-    """Why a stretch of training ended."""
-
-    END_OF_EPOCH = enum.auto()
-    FINISHED = enum.auto()
-    BAD_STEP = enum.auto()
-    INTERRUPTED = enum.auto()
-
-
-class TrainerModule(Validation):
-    """Trains a model. A subclass writes `loss_function`, and overrides what else it needs to.
+class TrainerModule(TrainingProgram, CallbackHooks):
+    """Trains a model. A subclass implements `loss_function`, and may override any other method.
 
     Args:
         trainer_config: How to train.
-        model_config: What to train.
+        model_config: The model to train.
         optimizer_config: How to update parameters.
-        batch: An example of a batch over all devices; shapes (`jax.ShapeDtypeStruct`) will do.
-        mesh: The devices; made as `model_config.parallel` says by default. A mesh without devices is for subclasses
-            that run nothing.
+        batch: An example of a global batch; its shapes (`jax.ShapeDtypeStruct`) suffice.
+        mesh: The devices; by default, arranged as `model_config.parallel` says.
 
     Attributes:
-        state: The train state, spread over the mesh.
-        train_step: `(state, batch, metrics) -> (state, metrics)`, compiled; it overwrites what it gets.
+        state: The train state, sharded over the mesh.
+        train_step: `(state, batch, metrics) -> (state, metrics)`, compiled; it overwrites its arguments.
         eval_step: `(state, batch, metrics) -> metrics`, compiled.
-        progress: How far the run has come, as checkpoints keep it.
+        progress: How far the run has come, as checkpoints save it.
         global_step: The number of steps so far.
         exmp_batch: The example batch.
-        batch_partition_specs: How the rows of a batch are split.
-        state_partition_specs: How the state is split.
+        batch_partition_specs: How the rows of a batch are sharded.
+        state_partition_specs: How the state is sharded.
         optimizer: The gradient transformation.
         lr_scheduler: The learning rate by step.
-        logger: Where metrics go.
+        logger: Logs metrics.
         log_path: The folder of the run, or `None`.
-        callbacks: What else happens in a run.
-        dataset: Anything that `set_dataset` was given.
-        should_stop: Set to true, the run ends after the step or validation at hand.
-        status: How the last training ended: `success`, `nan` at a bad step, `skipped` if too many steps were skipped,
-            `interrupted` or `error`; `None` before the first.
-        clock: Where the time went.
+        callbacks: The callbacks, in the order of their configs.
+        evaluator: Evaluates the model on data sets.
+        validation: Decides when to validate.
+        bad_steps: Acts on bad steps.
+        checkpoints: Reads the checkpoints of the run.
+        dataset: The argument of `set_dataset`.
+        should_stop: If set to true, the run ends after the current step or validation.
+        status: How the last training ended: `success`, `nan` (bad step), `skipped` (too many), `interrupted`, `error`.
+        clock: Measures where the time goes.
         monitor: Counts tokens and bad steps.
-        token_check: Compares the token ids of data with those of the model.
-        compiled_memory: What the training step needs, once `compile_train_step` has compiled it.
+        token_check: Compares the token ids of data with the vocabulary of the model.
+        compiled_memory: The memory that the training step needs, once `compile_train_step` has compiled it.
     """
 
     config_class: type[TrainerConfig] = TrainerConfig
-    """What the config of a trainer in a checkpoint is read as."""
+    """The class that the config of a trainer in a checkpoint is read as."""
 
     def __init__(
         self,
@@ -112,31 +97,17 @@ class TrainerModule(Validation):
         batch: Batch,
         mesh: Mesh | AbstractMesh | None = None,
     ):
-        self.clock = Clock()
-        self.token_check = TokenCheck(model_config.num_token_ids)
-        self.trainer_config = trainer_config
-        self.model_config = model_config
-        self.optimizer_config = optimizer_config
-        self.exmp_batch = batch
-        self.first_step = True
+        # First of all the mesh: it connects the processes, whose numbers the logger needs.
+        super().__init__(trainer_config, model_config, optimizer_config, batch, mesh)
         self.progress = Progress()
-        self._validation_metrics: dict[str, Any] = {}
-        self._num_bad_seen = 0
-        self._batch_of_step: dict[int, int] = {}  # since the host last looked for bad steps
+        self.validation = ValidationSchedule(trainer_config, self.progress)
+        self.token_check = TokenCheck(model_config.num_token_ids)
+        self.first_step = True
         self.should_stop = False
         self.status: str | None = None
         self.dataset: Any = None
-        self._train_metric_shapes: PyTree = None
-        self._eval_metric_shapes: PyTree = None
-        self._interrupts = Interrupts()
-        self._signal_number = 0
-        self.compiled_memory: CompiledMemory | None = None
-        self.init_mesh(model_config, mesh)  # Processes find each other here, before anything asks for their number.
         self.init_logger(trainer_config.logger)
-        self.build_model(model_config)
-        self.init_optimizer(optimizer_config)
-        self.init_model(batch)
-        self.create_jitted_functions()
+        self.build()
         self.init_callbacks(trainer_config.callbacks)
 
     @property
@@ -148,211 +119,43 @@ class TrainerModule(Validation):
     def global_step(self, step: int) -> None:
         self.progress.step = step
 
-    def init_mesh(self, model_config: ModelConfig, mesh: Mesh | AbstractMesh | None = None) -> None:
-        """Arrange the devices, and name the axes."""
-        self.mesh: Any = initialize_mesh(model_config.parallel) if mesh is None else mesh
-        names = tuple(str(name) for name in self.mesh.axis_names)
-        if len(names) < 4:
-            raise ConfigError(
-                f"The mesh has the axes {', '.join(names)}, but a trainer needs four: data, FSDP, pipeline and model, "
-                "in this order. An axis may have one device."
-            )
-        self.data_axis_name, self.fsdp_axis_name, self.pipeline_axis_name, self.model_axis_name = names[:4]
-        self.axis_names = names
-        self.batch_partition_specs = P(names)
-
     def init_logger(self, logger_config: LoggerConfig | None) -> None:
-        """Make the logger: files go to the folder of the run unless other tools are named, and progress to stdout."""
+        """Create the logger and the parts that log: monitor, heartbeat, evaluator and bad-step handler."""
         if logger_config is not None:
-            tools = list(logger_config.log_tools)
-            if logger_config.log_path is not None and all(isinstance(tool, ConsoleLoggerConfig) for tool in tools):
-                tools.append(FileLoggerConfig())
-            has_console = any(isinstance(tool, ConsoleLoggerConfig) for tool in tools)
-            if self.trainer_config.enable_progress_bar and not has_console:
-                tools.append(ConsoleLoggerConfig())
-            logger_config = dataclasses.replace(logger_config, log_tools=tools)
+            shows_progress = self.trainer_config.enable_progress_bar
+            logger_config = with_default_tools(logger_config, shows_progress=shows_progress)
         self.logger = Logger(logger_config, metric_postprocess_fn=self.get_metric_postprocess_fn())
         self.log_path = self.logger.log_path
         self.logger.log_config(
             {"trainer": self.trainer_config, "model": self.model_config, "optimizer": self.optimizer_config}
         )
-        shape = self.model_config.model_config
-        self.monitor = RunMonitor(self.clock, self.progress, shape, self.mesh.size)
+        self.monitor = RunMonitor(self.clock, self.progress, self.model_config.model_config, self.mesh.size)
         self.logger.monitors.append(self.monitor)
         self.logger.step_clock = lambda: self.clock.training_seconds
         is_first = jax.process_index() == 0
         self.heartbeat = Heartbeat(self.log_path / "heartbeat.json" if self.log_path and is_first else None)
-
-    def build_model(self, model_config: ModelConfig) -> None:
-        """Make the model from its class and config."""
-        self.model = model_config.model_class(
-            model_config if model_config.model_config is None else model_config.model_config
-        )
-
-    def init_optimizer(self, optimizer_config: OptimizerConfig) -> None:
-        """Make the optimizer and its learning rate schedule."""
-        self.optimizer, self.lr_scheduler = build_optimizer(optimizer_config)
-
-    def init_model(self, exmp_input: Batch) -> None:
-        """Draw the parameters; each is born where it belongs."""
-        self.exmp_batch = exmp_input
-        example = place_batch(exmp_input, self.mesh, self.batch_partition_specs)
-        key = jax.random.PRNGKey(self.trainer_config.seed)
-        self.state, self.state_partition_specs = init_sharded(
-            self.init_state, self.mesh, (P(), self.batch_partition_specs), key, example
-        )
-        LOGGER.info("%s", self.tabulate_params())
-
-    def init_state(self, rng: jax.Array, batch: Batch) -> TrainState:
-        """Return the state before the first step, inside the mesh."""
-        param_rng, rng = jax.random.split(rng)
-        variables = dict(self.run_model_init(gather_rows(batch, self.axis_names), param_rng))
-        return TrainState.create(
-            apply_fn=self.model.apply,
-            params=variables.pop("params"),
-            mutable_variables=variables or None,
-            rng=rng,
-            tx=self.optimizer,
-            guard=GuardState.create() if self.trainer_config.check_for_nan else None,
-        ).replace(step=jnp.zeros((), jnp.int32))
-
-    def run_model_init(self, exmp_input: Batch, init_rng: jax.Array) -> Mapping[str, Any]:
-        """Return the variables of the model, inside the mesh; the rows are those that the loss function sees."""
-        return self.model.init(self.get_model_rng(init_rng), self.batch_to_input(exmp_input), train=False)
+        self.evaluator = Evaluator(self._add_batch, self.logger, self.clock, self.token_check)
+        self.bad_steps = BadStepHandler(self.trainer_config, self.progress, self.logger, self.monitor)
 
     def init_callbacks(self, callback_configs: Sequence[CallbackConfig]) -> None:
-        """Make the callbacks."""
+        """Create the callbacks, and the reader of their checkpoints."""
         self.callbacks: list[Callback] = []
         for config in callback_configs:
             if isinstance(config, type):
                 raise ConfigError(f"callbacks has the class {config.__name__}: give a config, {config.__name__}(...).")
             self.callbacks.append(config.create(trainer=self, data_module=None))
         check_folders(self.callbacks)
-        config = self.trainer_config
-        if config.check_for_nan and config.bad_steps.policy == "rollback" and self._checkpoints() is None:
+        self.checkpoints = RunCheckpoints(self.callbacks, self.progress, self.clock, self.heartbeat)
+        if self.bad_steps.rolls_back and self.checkpoints.callback is None:
             raise ConfigError("To roll back, a run needs checkpoints: add a ModelCheckpointConfig to its callbacks.")
 
     def set_dataset(self, dataset: Any) -> None:
-        """Keep something about the data for callbacks."""
+        """Store a description of the data for callbacks."""
         self.dataset = dataset
 
-    @staticmethod
-    def batch_to_input(batch: Batch) -> Any:
-        """Return what the model is initialised with."""
-        return batch.inputs
-
-    @staticmethod
-    def get_model_rng(rng: jax.Array) -> dict[str, jax.Array]:
-        """Return the keys that the model is initialised with."""
-        params, dropout = jax.random.split(rng)
-        return {"params": params, "dropout": dropout}
-
     def get_metric_postprocess_fn(self) -> Callable[[HostMetrics], HostMetrics]:
-        """Return what turns the metrics on the host into those to log."""
+        """Return a function that is applied to metrics on the host before they are logged."""
         return lambda metrics: metrics
-
-    def tabulate_params(self) -> str:
-        """Return a table of the parameters."""
-        config = self.optimizer_config
-        return tabulate_params(
-            self.state,
-            show_weight_decay=config.weight_decay > 0,
-            weight_decay_exclude=config.weight_decay_exclude,
-            weight_decay_include=config.weight_decay_include,
-        )
-
-    def get_num_params(self) -> int:
-        """Count the parameters."""
-        return get_num_params(self.state.params)
-
-    def loss_function(
-        self, params: Any, apply_fn: Any, batch: Batch, rng: jax.Array, train: bool = True
-    ) -> tuple[jax.Array, tuple[StepMetrics, PyTree]]:
-        """Return `(loss, (metrics, mutable_variables))` of a device's rows; see `steps.train_step`."""
-        raise NotImplementedError(f"{type(self).__name__} has no `loss_function`, which says what to minimise.")
-
-    def count_targets(self, batch: Batch) -> jax.Array | None:  # noqa: ARG002
-        """Count the targets of some rows, for a loss that is a mean over all of them; by default nobody does."""
-        return None
-
-    def create_jitted_functions(self) -> None:
-        """Compile the steps, when they are first called."""
-        debug, donates_state = self.trainer_config.debug, self.trainer_config.donate_train_state
-        donate = (0, 2) if donates_state else (2,)
-        train, evaluate = self.create_training_step_function(), self.create_evaluation_step_function()
-        options = deterministic_options() if self.trainer_config.deterministic else None
-        self.train_step: TrainStep = compile_step(train, donate=donate, debug=debug, options=options)
-        self.eval_step: EvalStep = compile_step(evaluate, donate=(2,), debug=debug, options=options)
-
-    def create_training_step_function(self) -> TrainStep:
-        """Return the training step over global arrays."""
-        config = self.trainer_config
-        clipping, _ = build_gradient_transformations(self.optimizer_config)
-        reports = StepLogging(
-            default_modes=tuple(config.default_train_log_modes),
-            intermediates_modes=tuple(config.intermediates_log_modes) if config.log_intermediates else None,
-            grad_norm=config.log_grad_norm,
-            grad_norm_per_param=config.log_grad_norm_per_param,
-            param_norm=config.log_param_norm,
-            param_norm_per_param=config.log_param_norm_per_param,
-            clip=optax.chain(*clipping) if clipping else None,
-            schedule=self.lr_scheduler,
-        )
-        step = functools.partial(
-            train_step,
-            axis_names=self.axis_names,
-            loss_function=self.loss_function,
-            count_targets=self.count_targets,
-            num_minibatches=config.gradient_accumulate_steps,
-            use_scan=config.gradient_accumulate_scan,
-            logging=reports,
-            bad_steps=config.bad_steps if config.check_for_nan else None,
-        )
-        specs = self.state_partition_specs
-        return on_mesh(step, self.mesh, (specs, self.batch_partition_specs, P()), (specs, P()))
-
-    def create_evaluation_step_function(self) -> EvalStep:
-        """Return the evaluation step over global arrays."""
-        step = functools.partial(
-            eval_step,
-            axis_names=self.axis_names,
-            loss_function=self.loss_function,
-            count_targets=self.count_targets,
-            seed=self.trainer_config.seed_eval,
-        )
-        return on_mesh(step, self.mesh, (self.state_partition_specs, self.batch_partition_specs, P()), P())
-
-    def init_train_metrics(self, batch: Batch | None = None) -> FrozenDict:
-        """Return the metrics before the first step: zeros, so that all steps are one program."""
-        if self._train_metric_shapes is None:
-            batch = self.exmp_batch if batch is None else batch
-            _, self._train_metric_shapes = jax.eval_shape(self.train_step, self.state, batch, None)
-        return zeros_on_mesh(self._train_metric_shapes, self.mesh)
-
-    def compile_train_step(self) -> CompiledMemory | None:
-        """Compile the training step for the example batch, ahead of the first step, which then does not compile again.
-
-        Returns:
-            What the step needs; `None` in a debugging run, which compiles nothing.
-
-        Raises:
-            StepDoesNotFitError: If the compiler found that it does not fit, as those for TPUs do.
-        """
-        if self.compiled_memory is None and not self.trainer_config.debug:
-            metrics = self.init_train_metrics()
-            batch = shapes_on_mesh(self.exmp_batch, self.mesh, self.batch_partition_specs)
-            step: Any = self.train_step
-            STARTUP.end("model")
-            with out_of_memory_is_reported(self.mesh.local_devices[0]), self.clock.measure("compile") as span:
-                traced = step.trace(self.state, batch, metrics)
-                STARTUP.end("trace")
-                lowered = traced.lower()
-                STARTUP.end("lower")
-                compiled = lowered.compile()
-            STARTUP.end("compile")
-            LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
-            self.compiled_memory = CompiledMemory.of(compiled, self.mesh.devices.flat[0].device_kind)
-        return self.compiled_memory
 
     def train_model(
         self,
@@ -363,174 +166,100 @@ class TrainerModule(Validation):
         num_train_steps: int | None = None,
         steps_per_epoch: int | None = None,
     ) -> dict[str, Any]:
-        """Train until a number of epochs or steps, from wherever the state is.
+        """Train from the current state until a number of epochs or steps.
 
         Args:
             train_loader: The batches to train on.
-            val_loader: What to validate on, one set or several by name; `None` for no validation. The batches of an
-                iterator that does not start anew are kept in host memory, up to 1 GiB; likewise of `test_loader`.
-            test_loader: What to test on after training, with the latest checkpoint if there is one.
-            num_epochs: For how many epochs to train; give this or `num_train_steps`.
-            num_train_steps: For how many steps to train.
+            val_loader: The data to validate on, one set or several by name; `None` for no validation. The batches of a
+                one-pass iterator are cached in host memory, up to 1 GiB; likewise of `test_loader`.
+            test_loader: The data to test on after training, with the latest checkpoint if there is one.
+            num_epochs: The number of epochs; give this or `num_train_steps`.
+            num_train_steps: The number of steps.
             steps_per_epoch: The length of an epoch; that of the loader by default.
 
         Returns:
             The metrics of each evaluation, under `val_step_<step>`, `val_epoch_<epoch>` and `test`.
 
         Raises:
-            TrainingInterrupted: A signal asked the run to stop. The state is saved if a callback saves states.
+            TrainingInterrupted: A signal interrupted the run. The state is saved if a callback saves states.
         """
         self.check_data(train=train_loader, val=val_loader, test=test_loader)
         plan = plan_run(train_loader, num_epochs, num_train_steps, steps_per_epoch)
-        self.global_step = int(self.state.step)
-        self.progress.num_drawn = max(self.progress.num_drawn, self.global_step)
+        progress, interrupts, status = self.progress, Interrupts(), "error"
+        progress.step = int(self.state.step)
+        progress.num_drawn = max(progress.num_drawn, progress.step)
         self.should_stop = False
         self.clock.start()
-        self._look_again()
-        status, results = "error", {}
+        self.state = self.bad_steps.reset(self.state)
         try:
-            with self._interrupts.watch():
-                self.logger.on_training_start(step=self.global_step)
-                self.monitor.start(self.global_step)
-                self.monitor.data_statistics = getattr(train_loader, "get_statistics", dict)
-                self.log_training_info(
-                    num_epochs, plan.num_train_steps, plan.steps_per_epoch, train_loader, val_loader, test_loader
-                )
-                val_loader, test_loader = as_replayable(val_loader), as_replayable(test_loader)
-                self.on_training_start()
-                STARTUP.end("callbacks")
-                self.test_eval_function(val_loader)
-                STARTUP.end("validation")
-                for callback in self.callbacks:
-                    callback.set_dataset(DataloaderModule(train_loader, val_loader, test_loader))
-                self._prepare_rollback(train_loader)
-                outcome = self._train(plan, train_loader, val_loader, results)
-                status = {_Outcome.BAD_STEP: "nan", _Outcome.INTERRUPTED: "interrupted"}.get(outcome, "success")
-                if status == "success" and self._has_skipped_too_many():
+            with interrupts.watch():
+                val_loader, test_loader = self._start_training(plan, train_loader, val_loader, test_loader)
+                loop = TrainingLoop(self, plan, train_loader, val_loader, interrupts)
+                outcome = loop.run()
+                status = {Outcome.BAD_STEP: "nan", Outcome.INTERRUPTED: "interrupted"}.get(outcome, "success")
+                if status == "success" and self.bad_steps.has_skipped_too_many(self.state.guard):
                     status = "skipped"
-                if outcome is _Outcome.INTERRUPTED:
-                    self.on_training_interrupted(self._epoch_idx(plan), self.global_step)
-                    raise TrainingInterrupted(self._signal_number, self.global_step)
+                if outcome is Outcome.INTERRUPTED:
+                    self.on_training_interrupted(loop.epoch_idx, progress.step)
+                    raise TrainingInterrupted(loop.signal_number, progress.step)
                 self.on_training_end()
-                if number := self._interrupts.received(self.global_step, may_wait=True):
+                if number := interrupts.received(progress.step, may_wait=True):
                     status = "interrupted"
-                    raise TrainingInterrupted(number, self.global_step)
+                    raise TrainingInterrupted(number, progress.step)
             if test_loader is not None and status == "success":
-                self._load_latest()
-                epoch_idx = plan.epoch_at(
-                    max(self.progress.num_drawn - 1, 0), max(self.progress.num_epochs_finished - 1, 0)
-                )
-                results["test"] = self.test_model(test_loader, apply_callbacks=True, epoch_idx=epoch_idx)
+                if self.checkpoints.latest_step() not in (None, progress.step):
+                    self.load_model()
+                epoch_idx = plan.epoch_at(max(progress.num_drawn - 1, 0), max(progress.num_epochs_finished - 1, 0))
+                loop.results["test"] = self.test_model(test_loader, apply_callbacks=True, epoch_idx=epoch_idx)
         finally:
             self.clock.stop()
             self.status = status
-            with contextlib.ExitStack() as stack:  # What one of them raises keeps no other from its end.
+            with contextlib.ExitStack() as stack:  # All parts are finalized, even if one of them raises.
                 for part in reversed((self.logger, *self.callbacks)):
                     stack.callback(part.finalize, status)
-        return results
+        return loop.results
 
-    def _train(self, plan: Plan, train_loader: DataIterator, val_loader: Any, results: dict[str, Any]) -> _Outcome:
-        self._make_up_validation(plan, val_loader, results)
-        stream, was_empty = BatchStream(train_loader, self.token_check), False
-        while self.global_step < plan.num_train_steps and not self.should_stop:
-            epoch_idx, num_drawn = self._epoch_idx(plan), self.progress.num_drawn
-            self.on_training_epoch_start(epoch_idx)
-            self.logger.start_epoch(epoch_idx, self.global_step, mode="train")
-            outcome = self._train_epoch(plan, stream, val_loader, epoch_idx, results)
-            if outcome is _Outcome.INTERRUPTED:
-                self.logger.leave_epoch()
-                return outcome
-            _, epoch_metrics = self.logger.end_epoch(self.progress.train_metrics, self.global_step)
-            can_roll_back = self.trainer_config.bad_steps.policy == "rollback" and not self.state_is_good()
-            if outcome is _Outcome.BAD_STEP and can_roll_back:
-                self._roll_back(train_loader)
-                stream.restart()
-                continue
-            self.on_training_epoch_end(epoch_metrics, epoch_idx)
-            if outcome is _Outcome.BAD_STEP:
-                self.global_step, self.progress.train_metrics = int(self.state.step), None
-                return outcome
-            is_empty = self.progress.num_drawn == num_drawn
-            if is_empty and was_empty:  # The first may be the end of the epoch that a run was stopped in.
-                raise ValueError("The train loader gave no batch in a whole epoch: it is empty or used up.")
-            was_empty = is_empty
-            self.progress.num_epochs_finished += 1
-            if self._is_due(epoch_idx, self.trainer_config.check_val_every_n_epoch) and val_loader is not None:
-                results[f"val_epoch_{epoch_idx}"] = self._validate_once(val_loader, epoch_idx)
-        return _Outcome.FINISHED
+    def _start_training(
+        self, plan: Plan, train_loader: DataIterator, val_loader: DataLoaders | None, test_loader: DataLoaders | None
+    ) -> tuple[DataLoaders | None, DataLoaders | None]:
+        """Log the start of a training, tell callbacks, and return replayable loaders for validation and test."""
+        self.logger.on_training_start(step=self.global_step)
+        self.monitor.start(self.global_step)
+        self.monitor.data_statistics = getattr(train_loader, "get_statistics", dict)
+        self.log_training_info(
+            plan.num_epochs, plan.num_train_steps, plan.steps_per_epoch, train_loader, val_loader, test_loader
+        )
+        val_loader, test_loader = as_replayable(val_loader), as_replayable(test_loader)
+        self.on_training_start()
+        STARTUP.end("callbacks")
+        self.test_eval_function(val_loader)
+        STARTUP.end("validation")
+        for callback in self.callbacks:
+            callback.set_dataset(DataloaderModule(train_loader, val_loader, test_loader))
+        if self.bad_steps.rolls_back:
+            self.checkpoints.prepare_rollbacks(train_loader)
+        return val_loader, test_loader
 
-    def _train_epoch(
-        self,
-        plan: Plan,
-        stream: BatchStream,
-        val_loader: Any,
-        epoch_idx: int,
-        results: dict[str, Any],
-    ) -> _Outcome:
-        config, first = self.trainer_config, self.progress.num_drawn
-        while (batch := self._draw(plan, stream, begins_epoch=self.progress.num_drawn == first)) is not None:
-            self.global_step += 1
-            step = self.global_step
-            if config.bad_steps.policy == "rollback":
-                self._batch_of_step[step] = self.progress.num_drawn
-            self.monitor.count(getattr(batch, "inputs", None))
-            self._take_step(batch)
-            self.on_training_step(self.progress.train_metrics, epoch_idx, step)
-            is_logged = self.logger.is_due(step)
-            self.progress.train_metrics = self.logger.log_step(self.progress.train_metrics, step)
-            is_due = self._is_due(step, config.check_val_every_n_steps) or self._is_validated_at_end(plan)
-            is_validated = is_due and val_loader is not None
-            if self._has_gone_bad(is_logged=is_logged, may_wait=is_validated):
-                return _Outcome.BAD_STEP
-            if is_logged:
-                self._batch_of_step.clear()
-                self.heartbeat.beat(step, self.clock.elapsed)
-            if number := self._interrupts.received(step, may_wait=is_logged):
-                self._signal_number = number
-                return _Outcome.INTERRUPTED
-            if is_validated:
-                results[f"val_step_{step}"] = self._eval_model_in_train_loop(val_loader, epoch_idx)
-            is_last = step >= plan.num_train_steps or self._epoch_idx(plan) > epoch_idx
-            if is_last or self.should_stop:
-                break
-        is_bad = self._has_gone_bad(is_logged=False, may_wait=True)
-        return _Outcome.BAD_STEP if is_bad else _Outcome.END_OF_EPOCH
-
-    def _draw(self, plan: Plan, stream: BatchStream, *, begins_epoch: bool) -> Batch | None:
-        """Return the next batch that is not to be left out; `None` at the end of an epoch."""
-        at_boundary = plan.begins_epoch(self.progress.num_drawn)
-        with self.clock.measure("data") as span:
-            while (batch := stream.next(begins_epoch=begins_epoch, at_boundary=at_boundary)) is not None:
-                self.progress.num_drawn += 1
-                if self.progress.num_drawn not in self.progress.skipped_batches:
-                    break
-            if not self.state.step.is_ready():
-                span.activity = USEFUL  # The device was busy all the while.
-        self.monitor.data_wait += span.seconds
-        return batch
-
-    def _take_step(self, batch: Batch) -> None:
-        metrics = self.progress.train_metrics = self._placed_train_metrics(batch)
-        if self.first_step:
-            STARTUP.end("first batch")
-            with out_of_memory_is_reported(self.mesh.local_devices[0]):
-                with self.clock.measure("compile") as span:
-                    self.state, self.progress.train_metrics = self.train_step(self.state, batch, metrics)
-                jax.block_until_ready(self.progress.train_metrics)
-            self.first_step = False
-            STARTUP.end("first step")
-            self._report_startup()
-            if self.compiled_memory is None:
-                LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
-            self.logger.restart_timer(self.global_step)
+    def take_step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        progress, metrics = self.progress, self._placed_train_metrics(batch)
+        if not self.first_step:
+            with jax.profiler.StepTraceAnnotation("train_step", step_num=progress.step):
+                self.state, progress.train_metrics = self.train_step(self.state, batch, metrics)
             return
-        with jax.profiler.StepTraceAnnotation("train_step", step_num=self.global_step):
-            self.state, self.progress.train_metrics = self.train_step(self.state, batch, metrics)
-
-    def _report_startup(self) -> None:
-        if metrics := STARTUP.finish():
-            LOGGER.info("Until the end of the first step: %s.", describe_startup(metrics))
-            self.logger.log_host_metrics(metrics, self.global_step, mode="startup")
+        STARTUP.end("first batch")
+        with out_of_memory_is_reported(self.mesh.local_devices[0]):
+            with self.clock.measure("compile") as span:
+                self.state, progress.train_metrics = self.train_step(self.state, batch, metrics)
+            jax.block_until_ready(progress.train_metrics)
+        self.first_step = False
+        STARTUP.end("first step")
+        if startup := STARTUP.finish():
+            LOGGER.info("Until the end of the first step: %s.", describe_startup(startup))
+            self.logger.log_host_metrics(startup, progress.step, mode="startup")
+        if self.compiled_memory is None:
+            LOGGER.info("The training step was compiled in %.1f s.", span.seconds)
+        self.logger.restart_timer(progress.step)
 
     def _placed_train_metrics(self, batch: Batch) -> Metrics:
         """Return the running metrics on the mesh: those of a checkpoint unless they were logged with its step."""
@@ -542,12 +271,6 @@ class TrainerModule(Validation):
         if jax.tree.structure(zeros) != jax.tree.structure(restored) or self.logger.is_due(self.global_step - 1):
             return zeros
         return jax.tree.map(lambda zero, x: jax.device_put(x.astype(zero.dtype), zero.sharding), zeros, restored)
-
-    def _load_latest(self) -> None:
-        """Load the latest checkpoint, unless it is the state as it is."""
-        checkpoints = self._checkpoints()
-        if checkpoints is not None and checkpoints.store.latest() not in (None, self.global_step):
-            self.load_model()
 
     def log_training_info(
         self,
@@ -571,3 +294,204 @@ class TrainerModule(Validation):
         self.logger.log_host_metrics(sizes, step, mode="model")
         self.logger.log_host_metrics(describe_data(plan, loaders, num_rows, self.mesh), step, mode="dataset")
         self.logger.log_host_metrics(describe_mesh(self.mesh, jax.process_count()), step, mode="parallel")
+
+    def check_data(self, **loaders: DataLoaders | None) -> None:
+        """Check that the token ids of data fit the model, and that all texts use one tokenizer.
+
+        The data are compared with each other and with the tokenizers of callbacks, before any batch is read.
+
+        Args:
+            **loaders: The data by name, each one set or several sets by name.
+
+        Raises:
+            ConfigError: A set has more ids than the model, or another tokenizer than the first.
+        """
+        self.token_check.check_data(
+            loaders, {type(callback).__name__: callback.vocabulary for callback in self.callbacks}
+        )
+
+    def eval_model(self, data_loader: DataLoaders, mode: str, epoch_idx: int) -> dict[str, Any]:
+        """Evaluate the model.
+
+        Args:
+            data_loader: The batches, or several sets of them by name.
+            mode: The mode to log in, such as `val` or `test`.
+            epoch_idx: The index of the epoch.
+
+        Returns:
+            The metrics, averaged over the data; those of named sets are `<set>_<metric>`.
+        """
+        self.check_data(**{mode: data_loader})
+        return self.evaluator.evaluate(data_loader, mode, epoch_idx, self.global_step, self._run_model_eval)
+
+    def _run_model_eval(self, data_loader: DataIterator, mode: str = "", epoch_idx: int = -1) -> Any:
+        """Return the accumulated metrics of all batches, still on the device."""
+        batches = self.tracker(data_loader, desc=f"{mode} {epoch_idx}")
+        return self.evaluator.accumulate(batches, data_loader, mode)
+
+    def _add_batch(self, batch: Batch, metrics: Metrics | None) -> ImmutableMetrics:
+        return self.eval_step(self.state, batch, self.init_eval_metrics(batch) if metrics is None else metrics)
+
+    def _eval_model_in_train_loop(self, val_loader: DataLoaders, epoch_idx: int) -> dict[str, Any]:
+        jax.block_until_ready(self.state.step)  # Steps that still run are not part of the time of a validation.
+        with self.clock.measure("evaluation"):
+            self.on_validation_epoch_start(epoch_idx=epoch_idx, step_idx=self.global_step)
+            metrics = self.eval_model(val_loader, mode="val", epoch_idx=epoch_idx)
+            self.validation.record(metrics)
+            self.on_validation_epoch_end(metrics, epoch_idx=epoch_idx, step_idx=self.global_step)
+        return metrics
+
+    def test_model(self, test_loader: DataLoaders, apply_callbacks: bool = False, epoch_idx: int = 0) -> dict[str, Any]:
+        """Evaluate the model in mode `test`, with or without the hooks of callbacks."""
+        if apply_callbacks:
+            self.on_test_epoch_start(epoch_idx)
+        metrics = self.eval_model(test_loader, mode="test", epoch_idx=epoch_idx)
+        if apply_callbacks:
+            self.on_test_epoch_end(metrics, epoch_idx)
+        return metrics
+
+    def test_eval_function(self, val_loader: DataLoaders | None) -> None:
+        """Evaluate one batch of each set, so that errors show before the training and not after an epoch."""
+        self.evaluator.try_first_batches(val_loader)
+
+    def tracker(self, iterator: Any, **kwargs: Any) -> Iterator:
+        """Iterate, with a progress bar on a terminal; `desc` and `total` are those of tqdm."""
+        return tracked(iterator, self.logger, kwargs.get("desc", ""), kwargs.get("total"))
+
+    def load_model(self, step_idx: int = -1, raise_if_not_found: bool = True) -> None:
+        """Load a checkpoint of this run.
+
+        Args:
+            step_idx: Its step; -1 for the newest valid one.
+            raise_if_not_found: Whether it is an error if there is none.
+        """
+        if raise_if_not_found or self.checkpoints.has_any():
+            with self.clock.measure("restart"):
+                self.restore_model(self.checkpoints.read_state(step_idx))
+
+    def load_data_loaders(
+        self,
+        step_idx: int = -1,
+        train_loader: DataLoaders | None = None,
+        val_loader: DataLoaders | None = None,
+        test_loader: DataLoaders | None = None,
+    ) -> None:
+        """Set loaders to their positions in a checkpoint of this run."""
+        self.restore_data_loaders(self.checkpoints.read_data(step_idx), train_loader, val_loader, test_loader)
+
+    def restore_model(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace the state.
+
+        Args:
+            state_dict: `params`, and optionally `step`, `opt_state`, `mutable_variables`, `rng`, `guard`, and the other
+                results of `ModelCheckpoint.load_model`. Arrays may be on the host; they are sharded like those that
+                they replace.
+        """
+        self.state = replace_parts(self.state, state_dict)
+        self.validation.forget()
+        self.checkpoints.restore_run(state_dict, int(self.state.step))
+
+    @staticmethod
+    def restore_data_loaders(
+        state_dict: Mapping[str, Any],
+        train_loader: DataLoaders | None = None,
+        val_loader: DataLoaders | None = None,
+        test_loader: DataLoaders | None = None,
+    ) -> None:
+        """Set loaders to saved positions.
+
+        Args:
+            state_dict: The states of loaders under `train`, `val` or `val_<name>`, and `test` or `test_<name>`.
+            train_loader: The loader for training; `None` leaves it alone, as for the others.
+            val_loader: The loaders for validation.
+            test_loader: The loaders for tests.
+        """
+        set_loaders(DataloaderModule(train_loader, val_loader, test_loader), state_dict)
+
+    def load_pretrained_model(
+        self,
+        checkpoint_path: Path | str,
+        step_idx: int = -1,
+        load_best: bool = False,
+        load_optimizer: bool = True,
+        train_loader: DataLoaders | None = None,
+        val_loader: DataLoaders | None = None,
+        test_loader: DataLoaders | None = None,
+        delete_params_before_loading: bool = True,
+    ) -> int:
+        """Load a checkpoint of any run.
+
+        Args:
+            checkpoint_path: The folder of the run, with `checkpoints` in it.
+            step_idx: The step; -1 for the latest, or the best.
+            load_best: Whether to load the best checkpoint instead of the latest.
+            load_optimizer: Whether to load the optimizer state, the step and the random key too.
+            train_loader: A loader to set to its saved position.
+            val_loader: Loaders to set to their saved positions.
+            test_loader: Loaders to set to their saved positions.
+            delete_params_before_loading: Whether to free the parameters first.
+
+        Returns:
+            The step of the checkpoint.
+        """
+        with self.clock.measure("restart"):
+            state_dict, data_state, step = load_pretrained_model(
+                checkpoint_path=checkpoint_path,
+                trainer=self,
+                step_idx=step_idx,
+                load_optimizer=load_optimizer,
+                load_best=load_best,
+                delete_params_before_loading=delete_params_before_loading,
+            )
+            self.restore_model(state_dict)
+            if any(loader is not None for loader in (train_loader, val_loader, test_loader)):
+                self.restore_data_loaders(data_state, train_loader, val_loader, test_loader)
+        return step
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint: str | Path,
+        exmp_input: Batch | None = None,
+        batch_size: int = -1,
+        mesh: Mesh | None = None,
+        *,
+        step_idx: int = -1,
+        load_best: bool = False,
+    ) -> Any:
+        """Build a trainer from the metadata of a checkpoint, with its state, to evaluate or generate with.
+
+        It neither logs nor has callbacks: to resume training, build a trainer from configs and load the checkpoint.
+
+        Args:
+            checkpoint: The folder of the run, with `checkpoints` in it.
+            exmp_input: An example of a batch; `example_batch` by default.
+            batch_size: The rows of that default example; one per device by default.
+            mesh: The devices; by default, arranged as in the run, which needs as many devices.
+            step_idx: The step of the checkpoint; -1 for the newest valid one.
+            load_best: Whether to load the best checkpoint instead.
+
+        Returns:
+            The trainer.
+        """
+        *configs, step = read_configs(checkpoint, cls.config_class, step_idx, best=load_best)
+        if exmp_input is None:
+            num_devices = jax.device_count() if mesh is None else mesh.size
+            exmp_input = cls.example_batch(batch_size if batch_size > 0 else num_devices)
+        construct: Any = cls
+        trainer = construct(*configs, exmp_input, mesh=mesh)
+        trainer.load_pretrained_model(checkpoint, step_idx=step)
+        return trainer
+
+    @classmethod
+    def example_batch(cls, num_rows: int) -> Batch:
+        """Return the shapes of a batch, for a trainer that is built from a checkpoint alone."""
+        raise ValueError(f"{cls.__name__} does not know what its {num_rows} rows look like: pass an exmp_input.")
+
+    def run_state(self) -> dict[str, Any]:
+        """Return what a checkpoint saves of the run beside arrays, configs and the position in the data."""
+        return self.checkpoints.run_state()
+
+    def state_is_good(self) -> bool:
+        """Check that no bad step has stopped the state from changing, so that it may be saved. Waits for the device."""
+        return self.bad_steps.is_good(self.state.guard)

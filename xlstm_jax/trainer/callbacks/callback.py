@@ -1,4 +1,4 @@
-"""The base of all callbacks: which hooks there are, and when they run."""
+"""The base class of callbacks: the hooks, and when they run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
@@ -17,13 +18,13 @@ class CallbackConfig(ConfigDict):
     """When a callback runs."""
 
     every_n_epochs: int = 1
-    """How many epochs lie between two runs of the hooks of epochs; below 1, they never run."""
+    """Run the filtered hooks of epochs and validations every this many epochs; below 1, never."""
     every_n_steps: int = -1
-    """How many steps lie between two runs of the hook of steps; below 1, it never runs."""
+    """Run the filtered hook of steps every this many steps; below 1, never."""
     main_process_only: bool = False
-    """Whether only the first process runs hooks that are filtered."""
+    """Whether filtered hooks run in the first process only."""
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "Callback":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "Callback":
         """Build the callback that this config describes."""
         raise NotImplementedError(f"{type(self).__name__} has no `create`, which builds its callback.")
 
@@ -37,24 +38,24 @@ class CallbackConfig(ConfigDict):
 class Callback:
     """Acts at certain points of a training run.
 
-    A subclass overrides the hooks it needs. Those named `on_filtered_*` run only every few epochs or steps, as the
-    config says; the hooks that they belong to run always. A validation counts by its epoch.
+    A subclass overrides the hooks it needs. Hooks named `on_filtered_*` run every few epochs or steps, as the config
+    says; the other hooks always run. Validations are filtered by their epoch.
 
     Args:
         config: When to run.
-        trainer: The trainer, with its state, its logger and all else.
+        trainer: The trainer.
         data_module: The data of the run, if it is known already.
 
     Attributes:
-        saves_state: Whether the callback saves the state of the others. It then runs after them, so that it saves what
-            they have become, but before them where a validation starts, which may fail.
-        vocabulary: The tokenizer, for callbacks that make texts into tokens: it has to be that of the data.
+        saves_state: Whether the callback saves the state of the others. It then runs after them, to save their new
+            state, but before them where a validation starts, which may fail.
+        vocabulary: The vocabulary of callbacks that tokenize texts; it has to be that of the data.
     """
 
     saves_state: bool = False
     vocabulary: Vocabulary | None = None
 
-    def __init__(self, config: CallbackConfig, trainer: Any, data_module: DataloaderModule | None = None):
+    def __init__(self, config: CallbackConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None):
         self.config = config
         self.trainer = trainer
         self.data_module = data_module
@@ -121,28 +122,28 @@ class Callback:
         """Run after each test."""
 
     def set_dataset(self, data_module: DataloaderModule) -> None:
-        """Take over the data of the run."""
+        """Set the data of the run."""
         self.data_module = data_module
 
     def finalize(self, status: str | None = None) -> None:
         """Run once the run has ended; `status` is `success`, `nan`, `interrupted` or `error`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this callback, as JSON can hold it."""
+        """Return the state of this callback that a checkpoint saves as JSON."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned when a checkpoint was written; empty if it kept nothing."""
+        """Restore the result of `state_dict` from a checkpoint; empty if it has none."""
 
     def arrays(self) -> dict[str, PyTree]:
-        """Return trees of arrays that a checkpoint keeps of this callback, each under a name of its own.
+        """Return the trees of arrays that a checkpoint saves of this callback, by unique names.
 
-        They also tell how to read such arrays back: their shapes, dtypes and shardings.
+        They are also the template to restore into, with shapes, dtypes and shardings.
         """
         return {}
 
     def load_arrays(self, arrays: Mapping[str, PyTree]) -> None:
-        """Go on from the arrays of a checkpoint, once the trainer has its state; empty if it kept none."""
+        """Restore the arrays of a checkpoint, once the trainer has its state; empty if it has none."""
 
     def _is_due_on_epoch(self, epoch_idx: int) -> bool:
         return self._active_on_epochs and epoch_idx % self._every_n_epochs == 0

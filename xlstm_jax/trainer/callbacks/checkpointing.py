@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: when they are written, and how a run goes on from one."""
+"""Checkpoints of a training run: when they are written, and how a run resumes from one."""
 
 import contextlib
 import dataclasses
@@ -15,31 +15,32 @@ from xlstm_jax.checkpoint.soundness import is_sound
 from xlstm_jax.checkpoint.store import CheckpointStore
 from xlstm_jax.checkpoint.timer import CheckpointTimer
 from xlstm_jax.configs import ConfigError, check_numbers, refuse_ignored
-from xlstm_jax.trainer.callbacks import saved_run
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.run import saved_run
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 
 LOGGER = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class ModelCheckpointConfig(CallbackConfig):
-    """When to write checkpoints, what is in them and which to keep.
+    """When to write checkpoints, what they contain and which to keep.
 
     They are written before the validations of every `every_n_epochs`-th epoch, every `every_n_steps` steps, by time, at
     the end of the training, and when a signal interrupts it.
     """
 
     max_to_keep: int | None = 1
-    """How many of the newest checkpoints to keep, `None` for all. The best one is kept beside them."""
+    """How many of the newest checkpoints to keep, `None` for all. The best one is kept as well."""
     monitor: str | None = None
-    """The metric of a validation that says which checkpoint is the best."""
+    """The validation metric that decides which checkpoint is the best."""
     mode: str = "min"
     """Whether low (`min`) or high (`max`) values of the monitored metric are good."""
     keep_every: int | None = None
     """Keep all checkpoints whose step is a multiple of this."""
     every_n_minutes: float | None = None
-    """Write a checkpoint if the last one is that old; `None` never does."""
+    """Write a checkpoint if the last one is this old; `None` for no such checkpoints."""
     save_at_end: bool = True
     """Write a checkpoint after the last step."""
     save_optimizer_state: bool = True
@@ -49,7 +50,7 @@ class ModelCheckpointConfig(CallbackConfig):
     checksums: bool = True
     """Store checksums with checkpoints, and verify them when one is loaded."""
     log_path: Path | str | None = None
-    """The folder in which the folder `checkpoints` lies; that of the logger if `None`. May be `gs://bucket/folder`."""
+    """The parent of the folder `checkpoints`; by default the folder of the logger. May be `gs://bucket/folder`."""
 
     def __post_init__(self):
         self._check_runs_in_all_processes()
@@ -63,17 +64,17 @@ class ModelCheckpointConfig(CallbackConfig):
         if self.monitor is None:
             refuse_ignored(self, {"mode": "without monitor"})
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "ModelCheckpoint":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "ModelCheckpoint":
         """Build the callback that this config describes."""
         return ModelCheckpoint(self, trainer, data_module)
 
 
 class OtherSettingsError(ValueError):
-    """A run cannot go on with other settings than it had.
+    """A run cannot resume with changed settings.
 
     Args:
-        problem: What is wrong, up to the advice to start a new run.
-        how: How one does that in Python. Who offers another way says so instead.
+        problem: The error, up to the advice to start a new run.
+        how: How to start one in Python; a command replaces this part by its own advice.
     """
 
     def __init__(self, problem: str, how: str):
@@ -82,19 +83,21 @@ class OtherSettingsError(ValueError):
 
 
 class ModelCheckpoint(Callback):
-    """Writes the state of a run, what callbacks keep, where data loaders stand, the configs and the metrics.
+    """Writes the state of a run and of its callbacks, the positions of its data loaders, configs and metrics.
 
-    The state is safe before a validation begins; the metrics are added after it. A state with NaN is never written.
+    The state is saved before a validation begins, and the metrics are added after it. A state with NaN is never saved.
 
     Args:
-        config: When to write, what and which to keep.
+        config: When to write, what to write, and which checkpoints to keep.
         trainer: The trainer.
         data_module: The data of the run, if it is known already.
     """
 
     saves_state = True
 
-    def __init__(self, config: ModelCheckpointConfig, trainer: Any, data_module: DataloaderModule | None = None):
+    def __init__(
+        self, config: ModelCheckpointConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None
+    ):
         super().__init__(config, trainer, data_module)
         log_path = trainer.log_path if config.log_path is None else config.log_path
         if log_path is None:
@@ -106,29 +109,29 @@ class ModelCheckpoint(Callback):
             use_async=config.enable_async_checkpointing,
             checksums=config.checksums,
         )
-        self._current: set[int] = set()  # the steps of this run up to now that are saved
+        self._current: set[int] = set()  # The saved steps of this run up to now.
         self._loaded: int | None = None
         self._timer = CheckpointTimer(config.every_n_minutes)
 
     def on_training_start(self) -> None:
-        """Start to count the minutes."""
+        """Start the timer."""
         self._timer.restart()
 
     def on_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
-        """Save if the last checkpoint is old."""
+        """Save if the last checkpoint is too old."""
         super().on_training_step(step_metrics, epoch_idx, step_idx)
         if self._timer.is_due(step_idx):
             self.save_state(step_idx)
 
-    def on_filtered_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
-        """Save every few steps."""
+    def on_filtered_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
+        """Save every `every_n_steps` steps."""
         self.save_state(step_idx)
 
-    def on_filtered_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
-        """Save before a validation: if it fails, nothing is lost."""
+    def on_filtered_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:
+        """Save before a validation, so that nothing is lost if it fails."""
         self.save_state(step_idx)
 
-    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Add the metrics of a validation to the checkpoint."""
         self.save_model(eval_metrics, step_idx)
 
@@ -137,21 +140,21 @@ class ModelCheckpoint(Callback):
         if self.config.save_at_end:
             self.save_state(self.trainer.global_step)
 
-    def on_training_interrupted(self, epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
-        """Save, and wait until all is written."""
+    def on_training_interrupted(self, epoch_idx: int, step_idx: int) -> None:
+        """Save, and wait until everything is written."""
         self.save_state(step_idx)
         with self._measured():
             self.store.wait()
 
     def set_dataset(self, data_module: DataloaderModule) -> None:
-        """Take over the data of the run."""
+        """Set the data of the run."""
         super().set_dataset(data_module)
         for name, loader in saved_run.named_loaders(data_module).items():
             if self.config.save_dataloader_state and not hasattr(loader, "get_state"):
                 LOGGER.warning("The data loader %r has no `get_state`: a resumed run will start it anew.", name)
 
     def save_state(self, step_idx: int) -> bool:
-        """Save the state, unless that is done; return whether it is, which it is not for a state with NaN."""
+        """Save the state unless the step is saved; return whether it is saved now, which a state with NaN never is."""
         if step_idx in self._current:
             return True
         jax.block_until_ready(self.trainer.state.step)  # Steps that still run are not part of the time of a save.
@@ -174,14 +177,14 @@ class ModelCheckpoint(Callback):
         return True
 
     def save_model(self, eval_metrics: Mapping[str, Any], step_idx: int) -> None:
-        """Save the state, unless the checkpoint of this step has it already, and add metrics to it.
+        """Save the state unless this step is saved already, and add metrics to its checkpoint.
 
         Args:
             eval_metrics: The metrics of a validation; only numbers and strings are kept.
             step_idx: The step.
 
         Raises:
-            ConfigError: If the monitored metric is missing. The state is saved all the same.
+            ConfigError: The monitored metric is missing. The state is saved nevertheless.
         """
         if not self.save_state(step_idx):
             return
@@ -198,7 +201,7 @@ class ModelCheckpoint(Callback):
             )
 
     def has_metrics(self, step_idx: int) -> bool:
-        """Tell whether the checkpoint of a step, if there is one, has the metrics of a validation."""
+        """Check that a step either has no checkpoint, or one with the metrics of a validation."""
         return step_idx not in self.store.steps() or bool(self.load_metrics(step_idx))
 
     def load_metrics(self, step_idx: int) -> dict[str, Any]:
@@ -206,26 +209,26 @@ class ModelCheckpoint(Callback):
         return self.store.read_document(step_idx, "metrics") if step_idx in self.store.steps() else {}
 
     def save_dataloader(self, step_idx: int) -> None:
-        """Write where the data loaders stand now into the checkpoint of a step, as saving the state does too."""
+        """Write the current positions of the data loaders into the checkpoint of a step, as saving the state does."""
         self.store.save_document(step_idx, "data", saved_run.data_document(self.data_module))
 
     def load_model(
         self, step_idx: int = -1, load_best: bool = False, delete_params_before_loading: bool = False
     ) -> dict[str, Any]:
-        """Read the state of a run that goes on.
+        """Read the state of a run to resume.
 
         Args:
             step_idx: The step; below 0, the newest checkpoint that is valid.
             load_best: Take the best checkpoint instead.
-            delete_params_before_loading: Delete the state of the trainer before reading, so that there is room for it.
+            delete_params_before_loading: Delete the state of the trainer before reading, to free its memory.
 
         Returns:
-            The parts of the train state by name, on the mesh of the trainer; parts that were not saved are left out.
-            Also `run`, what `run_state` of the trainer returned, and `callbacks`, for `saved_run.restore_callbacks`.
+            The saved parts of the train state by name, on the mesh of the trainer; `run`, the result of `run_state` of
+            the trainer; and `callbacks`, for `saved_run.restore_callbacks`.
 
         Raises:
-            OtherSettingsError: If the run cannot resume under the configs of the trainer.
-            CorruptCheckpointError: If the requested checkpoint is corrupt, or all are.
+            OtherSettingsError: The run cannot resume under the configs of the trainer.
+            CorruptCheckpointError: The requested checkpoint is corrupt, or all are.
         """
         step = self.store.select(step_idx, best=load_best)
         differences = saved_run.log_differences(self.store, step, self.trainer)
@@ -242,8 +245,8 @@ class ModelCheckpoint(Callback):
         self._loaded = step
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Forget that later steps are saved: the trainer has another state."""
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Forget that later steps are saved, as the trainer has another state."""
         step = self.trainer.global_step
         self._forget_after(step)
         if self._loaded != step:
@@ -251,7 +254,7 @@ class ModelCheckpoint(Callback):
         self._loaded = None
 
     def load_dataloader(self, step_idx: int = -1, load_best: bool = False) -> dict[str, Any]:
-        """Read where the data loaders stood.
+        """Read the positions of the data loaders.
 
         Returns:
             The states of this process's loaders by name: `train`, `val` or `val_<name>`, `test` or `test_<name>`.
@@ -266,8 +269,8 @@ class ModelCheckpoint(Callback):
         """
         return self.store.resolve(step_idx, best=load_best)
 
-    def finalize(self, status: str | None = None) -> None:  # noqa: ARG002
-        """Wait until all is written. The callback can be used again."""
+    def finalize(self, status: str | None = None) -> None:
+        """Wait until everything is written. The callback can be used again."""
         with self._measured():
             self.store.close()
 
@@ -275,9 +278,8 @@ class ModelCheckpoint(Callback):
         self._current = {other for other in self._current if other <= step}
 
     def _measured(self) -> contextlib.AbstractContextManager:
-        """Count the time of a block for checkpoints, if the trainer has a clock."""
-        clock = getattr(self.trainer, "clock", None)
-        return contextlib.nullcontext() if clock is None else clock.measure("checkpoint")
+        """Count the time of a block as that of checkpoints."""
+        return self.trainer.clock.measure("checkpoint")
 
 
 def check_folders(callbacks: Sequence[Callback]) -> None:
@@ -292,21 +294,21 @@ def check_folders(callbacks: Sequence[Callback]) -> None:
 
 def load_pretrained_model(
     checkpoint_path: Path | str,
-    trainer: Any,
+    trainer: TrainerLike,
     step_idx: int = -1,
     load_optimizer: bool = True,
     load_best: bool = False,
     delete_params_before_loading: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Read the state of another run; its model has to be the same, other settings may differ.
+    """Read the state of another run with the same model; other settings may differ.
 
     Args:
-        checkpoint_path: The folder of that run, in which `checkpoints` lies, or that folder itself.
-        trainer: The trainer, whose state says how the arrays have to be laid out.
+        checkpoint_path: The folder of that run, with `checkpoints` in it, or that folder itself.
+        trainer: The trainer; its state has the shapes and shardings of the arrays.
         step_idx: The step; below 0, the newest checkpoint that is valid.
-        load_optimizer: Whether to go on with the optimizer, the step and the random key too, as if it were one run.
+        load_optimizer: Whether to continue that run, with its optimizer state, step and random key.
         load_best: Take the best checkpoint instead, by the metric that the run monitored.
-        delete_params_before_loading: Delete the state of the trainer before reading, so that there is room for it.
+        delete_params_before_loading: Delete the state of the trainer before reading, to free its memory.
 
     Returns:
         The parts of the train state by name (see `ModelCheckpoint.load_model`), the states of the data loaders by name,

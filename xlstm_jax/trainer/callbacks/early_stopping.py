@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 
 LOGGER = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class EarlyStoppingConfig(CallbackConfig):
             raise ConfigError(f"min_delta is {self.min_delta}, but must not be negative.")
         refuse_ignored(self, {"every_n_steps": "on early stopping, which looks at validations"})
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "EarlyStopping":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "EarlyStopping":
         """Build the callback."""
         return EarlyStopping(self, trainer, data_module)
 
@@ -59,7 +60,7 @@ class EarlyStopping(Callback):
         num_without_improvement: How many validations there were since then.
     """
 
-    def __init__(self, config: EarlyStoppingConfig, trainer: Any, data_module: DataloaderModule | None = None):
+    def __init__(self, config: EarlyStoppingConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None):
         super().__init__(config, trainer, data_module)
         self.config = config
         self.best: float | None = None

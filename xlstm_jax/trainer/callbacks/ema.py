@@ -14,6 +14,7 @@ from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule, kept_in_place
 from xlstm_jax.trainer.optimizer.schedule_free import started_from
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 from xlstm_jax.utils.partitioned import map_unboxed
 
 ITEM = "ema_params"
@@ -41,7 +42,7 @@ class ParameterEMAConfig(CallbackConfig):
         if not self.evaluate:
             refuse_ignored(self, {"every_n_epochs": "without evaluate"})
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "ParameterEMA":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "ParameterEMA":
         """Build the callback."""
         return ParameterEMA(self, trainer, data_module)
 
@@ -58,7 +59,7 @@ class ParameterEMA(Callback):
         data_module: The data of the run.
     """
 
-    def __init__(self, config: ParameterEMAConfig, trainer: Any, data_module: DataloaderModule | None = None):
+    def __init__(self, config: ParameterEMAConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None):
         super().__init__(config, trainer, data_module)
         self.config = config
         shardings = jax.tree.map(lambda x: x.sharding, trainer.state.params)

@@ -25,6 +25,7 @@ from xlstm_jax.trainer.data_module import DataIterator, DataloaderModule, kept_i
 from xlstm_jax.trainer.metrics import aggregate_metrics, get_metrics, reduce_step_metrics, update_metrics
 from xlstm_jax.trainer.optimizer.schedule_free import get_eval_params
 from xlstm_jax.trainer.placement import compile_step, on_mesh, zeros_on_mesh
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 from xlstm_jax.trainer.user_functions import describe, gather_rows, with_accepted
 
 LOGGER = logging.getLogger(__name__)
@@ -78,12 +79,12 @@ class ExtendedEvaluationConfig(CallbackConfig):
     def __post_init__(self):
         self._check_runs_in_all_processes()
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "ExtendedEvaluation":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "ExtendedEvaluation":
         """Build the callback."""
         return ExtendedEvaluation(self, trainer, data_module)
 
 
-def device_metrics_aggregation(trainer: Any, metrics: StepMetrics | Mapping[str, Any]) -> StepMetrics:
+def device_metrics_aggregation(trainer: TrainerLike, metrics: StepMetrics | Mapping[str, Any]) -> StepMetrics:
     """Join the step metrics of all devices, inside `jax.shard_map`.
 
     The devices of the pipeline and model axes work on the same rows, and the first of them counts: metrics may be the
@@ -132,7 +133,9 @@ class ExtendedEvaluation(Callback):
 
     config: ExtendedEvaluationConfig
 
-    def __init__(self, config: ExtendedEvaluationConfig, trainer: Any, data_module: DataloaderModule | None = None):
+    def __init__(
+        self, config: ExtendedEvaluationConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None
+    ):
         super().__init__(config, trainer, data_module)
         self.exmp_batch = self.create_modified_exemplary_batch(trainer.exmp_batch)
         self.eval_step: Any = None

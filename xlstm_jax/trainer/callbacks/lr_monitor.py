@@ -9,6 +9,7 @@ import numpy as np
 
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
@@ -20,7 +21,7 @@ class LearningRateMonitorConfig(CallbackConfig):
     main_process_only: bool = True
     log_lr_key: str = "optimizer/lr"
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "LearningRateMonitor":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "LearningRateMonitor":
         """Build the callback."""
         return LearningRateMonitor(self, trainer, data_module)
 
@@ -37,7 +38,9 @@ class LearningRateMonitor(Callback):
         data_module: The data of the run.
     """
 
-    def __init__(self, config: LearningRateMonitorConfig, trainer: Any, data_module: DataloaderModule | None = None):
+    def __init__(
+        self, config: LearningRateMonitorConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None
+    ):
         super().__init__(config, trainer, data_module)
         self.config = config
         self._schedule = jax.jit(trainer.lr_scheduler)

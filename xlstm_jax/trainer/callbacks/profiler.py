@@ -13,6 +13,7 @@ import jax
 from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 
 LOGGER = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class JaxProfilerConfig(CallbackConfig):
         own = "on the profiler, which reads profile_every_n_minutes and profile_first_step"
         refuse_ignored(self, dict.fromkeys(("every_n_epochs", "every_n_steps"), own))
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "JaxProfiler":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "JaxProfiler":
         """Build the callback."""
         return JaxProfiler(self, trainer, data_module)
 
@@ -56,7 +57,7 @@ class JaxProfiler(Callback):
         data_module: The data of the run.
     """
 
-    def __init__(self, config: JaxProfilerConfig, trainer: Any, data_module: DataloaderModule | None = None):
+    def __init__(self, config: JaxProfilerConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None):
         super().__init__(config, trainer, data_module)
         if trainer.log_path is None:
             raise ValueError("The profiler has no folder to write to: set `log_path` of the LoggerConfig.")

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from xlstm_jax.report.page import write_report
 from xlstm_jax.report.run_files import read_run
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 
 LOGGER = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class RunReportConfig(CallbackConfig):
         after_validations = "on the report, which the first process writes after validations"
         refuse_ignored(self, dict.fromkeys(("every_n_steps", "main_process_only"), after_validations))
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "RunReport":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "RunReport":
         """Build the callback."""
         return RunReport(self, trainer, data_module)
 
@@ -56,10 +58,10 @@ class RunReport(Callback):
         data_module: The data of the run.
     """
 
-    def __init__(self, config: RunReportConfig, trainer: Any, data_module: DataloaderModule | None = None):
+    def __init__(self, config: RunReportConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None):
         super().__init__(config, trainer, data_module)
         self.config = config
-        self._writes = jax.process_index() == 0 and trainer.log_path is not None
+        self._folder = trainer.log_path if jax.process_index() == 0 else None
         self._has_started = self._has_failed = False
         self._last_end, self._last_seconds = -math.inf, 0.0
 
@@ -67,8 +69,8 @@ class RunReport(Callback):
         """Write down what runs, and on what."""
         self._has_started = True
         step, references = self.trainer.global_step, self.config.references
-        self._try(lambda: record_start(self.trainer.log_path, step=step, references=references))
-        self._try(lambda: record_parameters(self.trainer.log_path, self.trainer.state.params))
+        self._try(lambda folder: record_start(folder, step=step, references=references))
+        self._try(lambda folder: record_parameters(folder, self.trainer.state.params))
 
     def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
         """Write the report, unless it takes too much of the time."""
@@ -81,20 +83,20 @@ class RunReport(Callback):
         if not self._has_started:
             return
         self._has_started = False
-        self._try(lambda: record_end(self.trainer.log_path, status=status or "success"))
+        self._try(lambda folder: record_end(folder, status=status or "success"))
         self._try(self._write)
 
-    def _write(self) -> None:
+    def _write(self, folder: Path) -> None:
         start = time.monotonic()
-        write_report([read_run(self.trainer.log_path)], self.trainer.log_path / "report.html")
+        write_report([read_run(folder)], folder / "report.html")
         self._last_end = time.monotonic()
         self._last_seconds = self._last_end - start
 
-    def _try(self, write: Callable[[], None]) -> None:
-        if not self._writes:
+    def _try(self, write: Callable[[Path], None]) -> None:
+        if self._folder is None:
             return
         try:
-            write()
+            write(self._folder)
         except Exception:
             if not self._has_failed:
                 self._has_failed = True

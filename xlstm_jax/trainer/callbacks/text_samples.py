@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.inference.sampling import temperature_sampling
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 from xlstm_jax.trainer.token_check import TokenCheck
 
 LOGGER = logging.getLogger(__name__)
@@ -57,9 +58,20 @@ class TextSamplesConfig(CallbackConfig):
         reasons = {"every_n_steps": "on samples, which are written at validations"}
         refuse_ignored(self, reasons | ({"seed": "at temperature 0"} if self.temperature == 0 else {}))
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "TextSamples":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "TextSamples":
         """Build the callback."""
         return TextSamples(self, trainer, data_module)
+
+
+@runtime_checkable
+class GeneratingTrainer(Protocol):
+    """A trainer whose model generates text, such as `LLMTrainer`."""
+
+    def get_generate_fn(
+        self, max_length: int, eod_token_id: int, token_sample_fn: Callable[[jax.Array, jax.Array], jax.Array]
+    ) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """Return a function that continues sequences."""
+        ...
 
 
 class TextSamples(Callback):
@@ -73,7 +85,7 @@ class TextSamples(Callback):
         data_module: The data of the run.
     """
 
-    def __init__(self, config: TextSamplesConfig, trainer: Any, data_module: DataloaderModule | None = None):
+    def __init__(self, config: TextSamplesConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None):
         super().__init__(config, trainer, data_module)
         self.config = config
         given = BYTE_TOKENIZER if config.tokenizer is None else config.tokenizer
@@ -85,6 +97,10 @@ class TextSamples(Callback):
         self._prompts = [self._encode(prompt) for prompt in config.prompts for _ in range(config.num_samples)]
         if known is not None:  # Of all its token ids, only those of the prompts are given to the model.
             self.vocabulary = dataclasses.replace(known, size=1 + max(map(max, self._prompts)))
+        if not isinstance(trainer, GeneratingTrainer):
+            raise ConfigError(
+                f"TextSamples needs a trainer with get_generate_fn, which {type(trainer).__name__} lacks."
+            )
         self._generate = trainer.get_generate_fn(
             max_length=config.max_length,
             eod_token_id=config.eod_token_id,

@@ -11,6 +11,7 @@ from typing import Any
 from xlstm_jax.configs import ConfigError, refuse_ignored
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 
 LOGGER = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class HangWatchdogConfig(CallbackConfig):
         inherited = ("every_n_epochs", "every_n_steps", "main_process_only")
         refuse_ignored(self, dict.fromkeys(inherited, "on the watchdog, which watches all steps of all processes"))
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "HangWatchdog":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "HangWatchdog":
         """Build the callback."""
         return HangWatchdog(self, trainer, data_module)
 
@@ -61,7 +62,7 @@ class HangWatchdog(Callback):
         data_module: The data of the run.
     """
 
-    def __init__(self, config: HangWatchdogConfig, trainer: Any, data_module: DataloaderModule | None = None):
+    def __init__(self, config: HangWatchdogConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None):
         super().__init__(config, trainer, data_module)
         self._step, self._first = 60 * config.deadline_minutes, 60 * config.first_deadline_minutes
         minutes = config.validation_deadline_minutes

@@ -39,6 +39,7 @@ from xlstm_jax.trainer.eval.scoring import KEEPS_SUMS, KEEPS_VALUES, ChunkReader
 from xlstm_jax.trainer.llm.trainer import GenerateFn, LLMTrainer
 from xlstm_jax.trainer.logger.values import import_extra
 from xlstm_jax.trainer.placement import place_batch
+from xlstm_jax.trainer.run.trainer_like import TrainerLike
 
 LOGGER = logging.getLogger(__name__)
 
@@ -105,8 +106,10 @@ class LMEvalEvaluationConfig(ExtendedEvaluationConfig):
         """Return why fields have no effect beside the others, by name."""
         return {"context_length": "with use_infinite_eval"} if self.use_infinite_eval else {}
 
-    def create(self, trainer: Any, data_module: DataloaderModule | None = None) -> "LMEvalEvaluation":
+    def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "LMEvalEvaluation":
         """Build the callback."""
+        if not isinstance(trainer, LLMTrainer):
+            raise ConfigError(f"LMEvalEvaluation needs an LLMTrainer, not a {type(trainer).__name__}.")
         return LMEvalEvaluation(self, trainer, data_module)
 
 
@@ -127,6 +130,7 @@ class LMEvalEvaluation(ExtendedEvaluation):
     """
 
     config: LMEvalEvaluationConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    trainer: LLMTrainer
 
     def __init__(
         self, config: LMEvalEvaluationConfig, trainer: LLMTrainer, data_module: DataloaderModule | None = None
