@@ -1,8 +1,9 @@
-"""How a step calls the functions that users write: with a device's rows, and with the arguments that they take."""
+"""How a step calls the functions that users write: with which rows, arguments and context."""
 
+import contextvars
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -12,23 +13,68 @@ from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.distributed.array_utils import axis_size
 
 
+class StepContext(NamedTuple):
+    """What a loss function may know about the step that its rows are a part of."""
+
+    train: bool = True
+    """Whether the step trains; otherwise it evaluates."""
+    mutable_variables: PyTree = None
+    """The variables of the model that are not parameters."""
+    num_targets: jax.Array | None = None
+    """The targets of the global batch, each counted once per device that works on it; `None` if not counted."""
+    num_parts: int | None = None
+    """The number of minibatches that the global batch is split into, over all devices; `None` outside a step."""
+
+
+StepLoss = Callable[[PyTree, Callable, Batch, jax.Array, StepContext], Any]
+"""A loss function as steps call it: `(params, apply_fn, batch, rng, context) -> (loss, (metrics, variables))`."""
+
+_CONTEXT: contextvars.ContextVar[StepContext | None] = contextvars.ContextVar("step_context", default=None)
+
+
+def current_context() -> StepContext | None:
+    """Return the context of the documented loss function that a step is calling; `None` outside a step.
+
+    A loss function of the documented signature has no argument for it. One that is called by an override, through
+    `super`, still has to know it.
+    """
+    return _CONTEXT.get()
+
+
+def documented_loss(function: Callable) -> StepLoss:
+    """Adapt a loss function of the documented signature to steps.
+
+    Args:
+        function: Called as `function(params, apply_fn, batch, rng, train=train)`, and with `mutable_variables` if it
+            has that parameter. `current_context` returns the context while it runs.
+    """
+    takes_variables = takes_argument(function, "mutable_variables")
+
+    def call(params: PyTree, apply_fn: Callable, batch: Batch, rng: jax.Array, context: StepContext) -> Any:
+        variables = {"mutable_variables": context.mutable_variables} if takes_variables else {}
+        token = _CONTEXT.set(context)
+        try:
+            return function(params, apply_fn, batch, rng, train=context.train, **variables)
+        finally:
+            _CONTEXT.reset(token)
+
+    return call
+
+
+def takes_argument(function: Callable, name: str) -> bool:
+    """Check whether a function has a parameter of a name, or takes any keyword arguments."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
 def gather_rows(batch: Batch, axis_names: Sequence[str]) -> Batch:
-    """Give all devices that differ only in the pipeline and model axes the rows of all of them, in their order."""
+    """Gather the rows of the devices that differ only in the pipeline and model axes, in the order of the devices."""
     shared = tuple(axis for axis in axis_names[2:] if axis_size(axis) > 1)
     return jax.tree.map(lambda x: lax.all_gather(x, shared, axis=0, tiled=True), batch) if shared else batch
 
 
-def with_accepted(function: Callable, **arguments: Any) -> Callable:
-    """Bind those of the arguments that a function has parameters for."""
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    accepted = {name: value for name, value in arguments.items() if takes_all or name in names}
-    return lambda *positional: function(*positional, **accepted)
-
-
 def model_takes(apply_fn: Callable, argument: str) -> bool:
-    """Find out whether the model behind an `apply` can be called with an argument."""
+    """Check whether the model of an `apply` method can be called with an argument."""
     model = getattr(apply_fn, "__self__", None)
     return model is not None and argument in inspect.signature(type(model).__call__).parameters
 
@@ -46,7 +92,7 @@ def init_model_state(apply_fn: Callable, variables: Mapping[str, Any], num_rows:
 
 
 def describe(result: Any) -> str:
-    """Say what a function has returned, for an error."""
+    """Describe the result of a function for an error message."""
     if isinstance(result, tuple | list):
         return f"({', '.join(map(describe, result))})"
     return f"an array of shape {result.shape}" if isinstance(result, jax.Array) else f"a {type(result).__name__}"

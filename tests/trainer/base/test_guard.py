@@ -22,8 +22,8 @@ class FragileTrainer(LLMTrainer):
 
     spoilt = float("nan")
 
-    def loss_function(self, params, apply_fn, batch, rng, train=True, mutable_variables=None, whole=None):
-        loss, aux = super().loss_function(params, apply_fn, batch, rng, train, mutable_variables, whole)
+    def loss_function(self, params, apply_fn, batch, rng, train=True, mutable_variables=None):
+        loss, aux = super().loss_function(params, apply_fn, batch, rng, train, mutable_variables)
         is_bad = (batch.inputs == BAD_TOKEN).all() & (jax.lax.axis_index(("dp", "fsdp")) == 0)
         return loss * jax.numpy.where(is_bad & train, self.spoilt, 1.0), aux
 

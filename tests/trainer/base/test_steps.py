@@ -15,6 +15,7 @@ from xlstm_jax.common_types import TrainState
 from xlstm_jax.dataset.batch import Batch
 from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
 from xlstm_jax.trainer.metrics import get_metrics
+from xlstm_jax.trainer.user_functions import documented_loss
 
 
 class Regression(nn.Module):
@@ -35,7 +36,7 @@ MODEL = Regression()
 BATCH = Batch(inputs=jnp.arange(16.0).reshape(16, 1) / 16, targets=jnp.ones((16, 1)))
 
 
-def documented_loss(params, apply_fn, batch, rng, train=True):
+def squared_error(params, apply_fn, batch, rng, train=True):
     """The signature of the documentation, without what the steps may offer besides."""
     variables = {"params": params, "statistics": {"mean": jnp.zeros(())}}
     mutable = ["intermediates", "statistics"]
@@ -45,7 +46,7 @@ def documented_loss(params, apply_fn, batch, rng, train=True):
     return loss, (metrics, mutated)
 
 
-def run_step(sizes, *, loss=documented_loss, variables=None, **options):
+def run_step(sizes, *, loss=squared_error, variables=None, **options):
     """Take one step on a mesh; return the state and the metrics on the host."""
     initial = MODEL.init(jax.random.key(0), BATCH.inputs)
     state = TrainState.create(
@@ -56,7 +57,7 @@ def run_step(sizes, *, loss=documented_loss, variables=None, **options):
         mutable_variables=variables or {"statistics": initial["statistics"]},
     )
     step = functools.partial(
-        train_step, axis_names=AXES, loss_function=loss, count_targets=lambda batch: None, **options
+        train_step, axis_names=AXES, loss_function=documented_loss(loss), count_targets=lambda batch: None, **options
     )
     run = on_mesh(lambda state, batch: step(state, batch, None), make_mesh(**sizes), (P(), P(AXES)), (P(), P()))
     state, metrics = run(state, BATCH)
@@ -77,7 +78,7 @@ def test_a_documented_loss_function_is_averaged(sizes, num_minibatches):
 
 def test_a_metric_without_a_count_is_a_mean_over_minibatches_too():
     def loss(params, apply_fn, batch, rng, train=True):
-        value, (_, variables) = documented_loss(params, apply_fn, batch, rng, train)
+        value, (_, variables) = squared_error(params, apply_fn, batch, rng, train)
         return value, ({"plain": value}, variables)
 
     plain = [run_step({"dp": 2}, loss=loss, num_minibatches=n)[1]["plain_mean"] for n in (1, 2, 4)]
@@ -88,7 +89,7 @@ def test_a_metric_without_a_count_is_a_mean_over_minibatches_too():
 @pytest.mark.parametrize("num_minibatches", [1, 4])
 def test_variables_are_the_mean_over_minibatches_and_counters_stay_whole(sizes, num_minibatches):
     def loss(params, apply_fn, batch, rng, train=True, mutable_variables=None):
-        value, (metrics, variables) = documented_loss(params, apply_fn, batch, rng, train)
+        value, (metrics, variables) = squared_error(params, apply_fn, batch, rng, train)
         return value, (metrics, {**variables, "counters": {"steps": mutable_variables["counters"]["steps"] + 1}})
 
     variables = {"statistics": {"mean": jnp.zeros(())}, "counters": {"steps": jnp.zeros((), jnp.int32)}}
@@ -100,7 +101,7 @@ def test_variables_are_the_mean_over_minibatches_and_counters_stay_whole(sizes, 
 
 def test_a_variable_that_is_no_float_is_that_of_the_last_minibatch():
     def loss(params, apply_fn, batch, rng, train=True):
-        value, (metrics, _) = documented_loss(params, apply_fn, batch, rng, train)
+        value, (metrics, _) = squared_error(params, apply_fn, batch, rng, train)
         return value, (metrics, {"counters": {"largest": jnp.max(16 * batch.inputs).astype(jnp.int32)}})
 
     state, _ = run_step({}, loss=loss, num_minibatches=4, variables={"counters": {"largest": jnp.int32(0)}})
@@ -109,7 +110,7 @@ def test_a_variable_that_is_no_float_is_that_of_the_last_minibatch():
 
 def test_variables_that_a_loss_function_does_not_return_stay():
     def loss(params, apply_fn, batch, rng, train=True):
-        value, (metrics, _) = documented_loss(params, apply_fn, batch, rng, train)
+        value, (metrics, _) = squared_error(params, apply_fn, batch, rng, train)
         return value, (metrics, None)
 
     state, _ = run_step({"dp": 2}, loss=loss, variables={"statistics": {"mean": jnp.full((), 7.0)}})
@@ -137,7 +138,7 @@ def test_norms_are_reported_where_asked_for():
 
 def test_keys_differ_between_steps_and_minibatches():
     def loss(params, apply_fn, batch, rng, train=True):
-        value, (_, variables) = documented_loss(params, apply_fn, batch, rng, train)
+        value, (_, variables) = squared_error(params, apply_fn, batch, rng, train)
         return value, ({"draw": {"value": jax.random.uniform(rng), "log_modes": ["std", "mean"]}}, variables)
 
     (first, one), (_, two) = (run_step({}, loss=loss, num_minibatches=n) for n in (1, 2))
@@ -148,10 +149,11 @@ def test_keys_differ_between_steps_and_minibatches():
 def test_an_evaluation_changes_nothing_and_counts_on():
     def loss(params, apply_fn, batch, rng, train=True):
         assert not train
-        return documented_loss(params, apply_fn, batch, rng, train)
+        return squared_error(params, apply_fn, batch, rng, train)
 
     state, _ = run_step({"dp": 8})
-    step = functools.partial(eval_step, axis_names=AXES, loss_function=loss, count_targets=lambda batch: None)
+    options = {"axis_names": AXES, "loss_function": documented_loss(loss), "count_targets": lambda batch: None}
+    step = functools.partial(eval_step, **options)
     run = on_mesh(step, make_mesh(dp=8), (P(), P(AXES), P()), P())
     once = run(state, BATCH, None)
     twice = run(state, BATCH, once)

@@ -24,7 +24,7 @@ from xlstm_jax.trainer.llm.loss import add_perplexities, next_token_loss
 from xlstm_jax.trainer.llm.trainer import LLMTrainer, LLMTrainerConfig
 from xlstm_jax.trainer.metrics import get_metrics
 from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig
-from xlstm_jax.trainer.user_functions import model_takes
+from xlstm_jax.trainer.user_functions import StepContext, model_takes
 
 CONFIG = XLSTMConfig(vocab_size=16, embedding_dim=16, num_heads=2, num_blocks=1, chunk_size=4)
 
@@ -44,7 +44,7 @@ def test_a_model_without_targets_has_the_same_loss_from_its_logits(key):
     params = whole.init(key, inputs)["params"]
     assert model_takes(whole.apply, "targets")
     assert not model_takes(logits_only.apply, "targets")
-    loss = functools.partial(next_token_loss, axis_names=AXES, train=True)
+    loss = functools.partial(next_token_loss, axis_names=AXES, context=StepContext())
     expected, (metrics, _) = loss(params, whole.apply, batch, key)
     actual, (same_metrics, _) = loss({"inner": params}, logits_only.apply, batch, key)
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
@@ -64,7 +64,7 @@ class RandomLogits(nn.Module):
 
 def test_devices_with_different_rows_draw_different_random_numbers_and_those_with_the_same_rows_the_same(key):
     batch = LLMBatch.from_inputs(*jnp.zeros((2, 1, 8), jnp.int32))
-    loss = functools.partial(next_token_loss, apply_fn=RandomLogits().apply, axis_names=AXES, train=True)
+    loss = functools.partial(next_token_loss, apply_fn=RandomLogits().apply, axis_names=AXES, context=StepContext())
     run = jax.shard_map(
         lambda key: loss({}, batch=batch, rng=key)[0][None],
         mesh=make_mesh(dp=2, fsdp=2, tp=2),
@@ -137,7 +137,7 @@ def test_a_padded_target_may_be_any_number_and_one_that_counts_must_be_in_the_vo
     params = model.init(key, inputs)["params"]
     segmentation = jnp.ones_like(inputs).at[:, 6:].set(0)
     padded = dataclasses.replace(LLMBatch.from_inputs(inputs, targets), targets_segmentation=segmentation)
-    losses = functools.partial(next_token_loss, axis_names=AXES, train=True)
+    losses = functools.partial(next_token_loss, axis_names=AXES, context=StepContext())
     gradients = jax.jit(jax.value_and_grad(lambda *args: losses(args[0], model.apply, args[1], key)[0]))
     expected, actual = (
         gradients(params, dataclasses.replace(padded, targets=targets.at[:, 6:].set(token))) for token in (0, -100)
@@ -153,7 +153,7 @@ def test_a_batch_of_padding_has_no_loss(key):
     batch = jax.tree.map(jnp.zeros_like, LLMBatch.get_sample(2, 8))
     model = XLSTM(CONFIG)
     params = model.init(key, batch.inputs)["params"]
-    loss, (metrics, _) = next_token_loss(params, model.apply, batch, key, axis_names=AXES, train=False)
+    loss, (metrics, _) = next_token_loss(params, model.apply, batch, key, StepContext(train=False), axis_names=AXES)
     assert loss == 0
     assert metrics["loss"] == {"value": 0, "count": 0}
 

@@ -1,11 +1,10 @@
-"""One step of training or of evaluation, as each device runs it inside `jax.shard_map`.
+"""One step of training or evaluation, as each device runs it inside `jax.shard_map`.
 
-The mesh has four axes; the rows of a batch are split over all of them. The devices of the last two (pipeline and model)
-work on the same rows, so these are gathered first. What a loss function sees is thus its device's rows, and the
-objective is the mean over all devices and minibatches of what it returns.
+The mesh has four axes, and the rows of a batch are sharded over all of them. The devices of the last two (pipeline and
+model) work on the same rows, so these are gathered first. A loss function sees the rows of its device, and the
+objective is the mean of its results over all devices and minibatches.
 """
 
-import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from xlstm_jax.trainer.base.param_utils import get_grad_norms, get_param_norms, 
 from xlstm_jax.trainer.metrics import reduce_step_metrics, update_metrics
 from xlstm_jax.trainer.optimizer.optimizer import count_updates
 from xlstm_jax.trainer.optimizer.schedule_free import get_eval_params
-from xlstm_jax.trainer.user_functions import describe, gather_rows, with_accepted
+from xlstm_jax.trainer.user_functions import StepContext, StepLoss, describe, gather_rows
 from xlstm_jax.utils.partitioned import is_partitioned, reboxed, unboxed
 from xlstm_jax.utils.pytree_utils import flatten_pytree
 
@@ -34,39 +33,19 @@ BAD_STEPS = "bad_steps"
 EVALUATION_LOG_MODES = ("mean_nopostfix",)
 
 
-class Whole(NamedTuple):
-    """What the minibatch of a loss function is a part of."""
-
-    num_targets: jax.Array | None
-    """Targets of the whole batch, counted once for every device that works on them; `None` if nobody counts them."""
-    num_parts: int
-    """Into how many minibatches the batch is split, over all devices."""
-
-
-_CURRENT_WHOLE: contextvars.ContextVar[Whole | None] = contextvars.ContextVar("current_whole", default=None)
-
-
-def current_whole() -> Whole | None:
-    """Return what the minibatch of the loss function that is being called is a part of.
-
-    With it, a loss function that others override and call through `super` does not depend on what they pass on.
-    """
-    return _CURRENT_WHOLE.get()
-
-
 class StepLogging(NamedTuple):
-    """What a training step reports beside the metrics of the loss function."""
+    """What a training step reports in addition to the metrics of the loss function."""
 
     default_modes: Sequence[str] = ("mean",)
     """Modes of metrics that name none themselves."""
     intermediates_modes: Sequence[str] | None = None
-    """Modes of what models sow; `None` leaves it out."""
+    """Modes of the intermediates that models sow; `None` does not report them."""
     grad_norm: bool = True
     grad_norm_per_param: bool = False
     param_norm: bool = True
     param_norm_per_param: bool = False
     clip: optax.GradientTransformation | None = None
-    """How the optimizer clips gradients; the norm after it is reported too."""
+    """The gradient clipping of the optimizer; the norm after clipping is reported too."""
     schedule: optax.Schedule | None = None
     """The learning rate by step."""
 
@@ -77,7 +56,7 @@ def train_step(
     metrics: Metrics | None,
     *,
     axis_names: Sequence[str],
-    loss_function: Callable,
+    loss_function: StepLoss,
     count_targets: Callable[[Batch], jax.Array | None],
     num_minibatches: int = 1,
     use_scan: bool = False,
@@ -91,14 +70,12 @@ def train_step(
         batch: This device's rows.
         metrics: The metrics so far.
         axis_names: The mesh axes.
-        loss_function: Called as `loss_function(params, apply_fn, batch, rng, train=True)`, it returns
-            `(loss, (step_metrics, mutable_variables))`. Where it takes them, it also gets `mutable_variables`, those of
-            the state, and `whole`, with which it can weigh its targets.
-        count_targets: Counts the targets of some rows.
-        num_minibatches: How many parts of the batch go through the model one after the other.
-        use_scan: Whether these are scanned over, rather than compiled one by one.
+        loss_function: Returns `(loss, (step_metrics, mutable_variables))`; see `documented_loss` for user functions.
+        count_targets: Counts the targets of rows.
+        num_minibatches: The number of minibatches that go through the model one after the other.
+        use_scan: Whether to scan over minibatches instead of unrolling them.
         logging: What to report.
-        bad_steps: Which updates not to apply, if the state has a guard; `None` applies all.
+        bad_steps: Which updates to reject, if the state has a guard; `None` applies all.
 
     Returns:
         The new state and metrics.
@@ -107,10 +84,9 @@ def train_step(
     axis_names = tuple(axis_names)
     batch = gather_rows(batch, axis_names)
     next_rng, step_rng = jax.random.split(state.rng)
-    whole = _measure(batch, count_targets, axis_names, num_minibatches)
-    loss = _reporting(
-        with_accepted(loss_function, train=True, mutable_variables=state.mutable_variables, whole=whole), whole
-    )
+    parts = _count_parts(batch, count_targets, axis_names, num_minibatches)
+    context = StepContext(train=True, mutable_variables=state.mutable_variables, **parts)
+    loss = _reporting(loss_function, context)
     gradients, step_metrics, variables = accumulate_gradients(state, batch, step_rng, num_minibatches, loss, use_scan)
     if not use_scan:
         variables = jax.tree.map(lambda *of_minibatches: jnp.stack(of_minibatches), *variables)
@@ -140,7 +116,7 @@ def train_step(
     new_state = _applied(verdict, new_state, state, bad_steps.policy).replace(guard=guard)
     new_metrics = update_metrics(metrics, step_metrics, logging.default_modes)
     if metrics is not None:
-        # A run that stops shows what stopped it; one that goes on leaves the step out of its averages.
+        # A run that stops reports the bad step; one that continues leaves it out of its averages.
         is_shown = verdict.is_applied | verdict.is_bad if bad_steps.policy == "stop" else verdict.is_applied
         new_metrics = select(is_shown, new_metrics, metrics)
     return new_state, update_metrics(new_metrics, {BAD_STEPS: {"value": guard.num_bad, "log_modes": ["single"]}})
@@ -152,44 +128,39 @@ def eval_step(
     metrics: Metrics | None,
     *,
     axis_names: Sequence[str],
-    loss_function: Callable,
+    loss_function: StepLoss,
     count_targets: Callable[[Batch], jax.Array | None],
     seed: int = 0,
 ) -> ImmutableMetrics:
     """Add the metrics of a batch to those of an evaluation.
 
     Args:
-        state: The state of the training, or what has its parameters, `apply_fn` and `mutable_variables`.
+        state: The state of the training, or an object with its parameters, `apply_fn` and `mutable_variables`.
         batch: This device's rows.
         metrics: The metrics so far.
         axis_names: The mesh axes.
-        loss_function: As for `train_step`, but called with `train=False`.
-        count_targets: Counts the targets of some rows.
-        seed: The seed of the key that the loss function gets, the same for all batches.
+        loss_function: As for `train_step`.
+        count_targets: Counts the targets of rows.
+        seed: The seed of the random key of the loss function, the same for all batches.
 
     Returns:
         The new metrics.
     """
     batch = gather_rows(batch, axis_names)
-    whole = _measure(batch, count_targets, axis_names, num_minibatches=1)
-    loss = _reporting(
-        with_accepted(loss_function, train=False, mutable_variables=state.mutable_variables, whole=whole), whole
-    )
+    parts = _count_parts(batch, count_targets, axis_names, num_minibatches=1)
+    context = StepContext(train=False, mutable_variables=state.mutable_variables, **parts)
+    loss = _reporting(loss_function, context)
     params = get_eval_params(getattr(state, "opt_state", ()), state.params)
     _, (step_metrics, _) = loss(params, state.apply_fn, batch, jax.random.PRNGKey(seed))
     del step_metrics[OBJECTIVE]
     return update_metrics(metrics, reduce_step_metrics(step_metrics, axis_names), EVALUATION_LOG_MODES)
 
 
-def _reporting(loss_function: Callable, whole: Whole) -> Callable:
-    """Add what a loss function returns to its metrics, and say what is wrong with it."""
+def _reporting(loss_function: StepLoss, context: StepContext) -> Callable:
+    """Check the result of a loss function, and add the loss to its metrics."""
 
-    def report(*arguments):
-        token = _CURRENT_WHOLE.set(whole)
-        try:
-            result = loss_function(*arguments)
-        finally:
-            _CURRENT_WHOLE.reset(token)
+    def report(params, apply_fn, batch, rng):
+        result = loss_function(params, apply_fn, batch, rng, context)
         try:
             loss, (metrics, variables) = result
             shape = jnp.shape(loss)
@@ -239,19 +210,22 @@ def _norm_metrics(gradients: PyTree, params: PyTree, logging: StepLogging) -> di
 
 
 def _applied(verdict: Verdict, new: TrainState, old: TrainState, policy: BadStepPolicy) -> TrainState:
-    """Choose the state after a step: a step that is skipped counts, one of a run that is to stop does not."""
+    """Choose the state after a step: a skipped step counts as one, a step at which the run stops does not."""
     kept = old.replace(step=new.step, rng=new.rng) if policy == "skip" else old
     return select(verdict.is_applied, new, kept)
 
 
-def _measure(batch: Batch, count_targets: Callable, axis_names: Sequence[str], num_minibatches: int) -> Whole:
+def _count_parts(
+    batch: Batch, count_targets: Callable, axis_names: Sequence[str], num_minibatches: int
+) -> dict[str, Any]:
+    """Return `num_targets` and `num_parts` of the context of a step."""
     count = count_targets(batch)
     total = None if count is None else lax.psum(count, tuple(axis_names))
-    return Whole(total, axis_size(tuple(axis_names)) * num_minibatches)
+    return {"num_targets": total, "num_parts": axis_size(tuple(axis_names)) * num_minibatches}
 
 
 def _split_off_intermediates(variables: PyTree) -> tuple[PyTree, PyTree]:
-    """Separate what models sow from the variables that they keep."""
+    """Separate sown intermediates from variables."""
     if not isinstance(variables, Mapping):
         return {}, variables
     kept = {name: value for name, value in variables.items() if name != INTERMEDIATES}
@@ -259,7 +233,7 @@ def _split_off_intermediates(variables: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _joined_variables(variables: PyTree, axis_names: Sequence[str]) -> PyTree:
-    """Average variables over minibatches and over the devices that have the same ones; of counters take the last."""
+    """Average variables over minibatches and over the devices that share them; take the last value of integers."""
 
     def join(x: Any) -> Any:
         stacked = unboxed(x)
@@ -271,7 +245,7 @@ def _joined_variables(variables: PyTree, axis_names: Sequence[str]) -> PyTree:
 
 
 def _intermediate_metrics(sown: PyTree, log_modes: Sequence[str]) -> StepMetrics:
-    """Average what was sown over the minibatches; one number for each block, where blocks are scanned over."""
+    """Average intermediates over minibatches, with one number per block of scanned blocks."""
     metrics = {}
     for name, value in flatten_pytree(sown).items():
         value = jnp.mean(value.astype(jnp.float32), axis=0)

@@ -27,7 +27,7 @@ from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig, build_gradient_transformations, build_optimizer
 from xlstm_jax.trainer.placement import compile_step, init_sharded, on_mesh, place_batch, shapes_on_mesh, zeros_on_mesh
 from xlstm_jax.trainer.run.clock import Clock
-from xlstm_jax.trainer.user_functions import gather_rows
+from xlstm_jax.trainer.user_functions import documented_loss, gather_rows
 from xlstm_jax.utils.startup import STARTUP
 
 LOGGER = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class TrainingProgram:
         step = functools.partial(
             train_step,
             axis_names=self.axis_names,
-            loss_function=self.loss_function,
+            loss_function=documented_loss(self.loss_function),
             count_targets=self.count_targets,
             num_minibatches=config.gradient_accumulate_steps,
             use_scan=config.gradient_accumulate_scan,
@@ -186,7 +186,7 @@ class TrainingProgram:
         step = functools.partial(
             eval_step,
             axis_names=self.axis_names,
-            loss_function=self.loss_function,
+            loss_function=documented_loss(self.loss_function),
             count_targets=self.count_targets,
             seed=self.trainer_config.seed_eval,
         )

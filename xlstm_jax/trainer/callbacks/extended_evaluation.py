@@ -26,7 +26,7 @@ from xlstm_jax.trainer.metrics import aggregate_metrics, get_metrics, reduce_ste
 from xlstm_jax.trainer.optimizer.schedule_free import get_eval_params
 from xlstm_jax.trainer.placement import compile_step, on_mesh, zeros_on_mesh
 from xlstm_jax.trainer.run.trainer_like import TrainerLike
-from xlstm_jax.trainer.user_functions import describe, gather_rows, with_accepted
+from xlstm_jax.trainer.user_functions import describe, gather_rows, takes_argument
 
 LOGGER = logging.getLogger(__name__)
 
@@ -217,13 +217,13 @@ class ExtendedEvaluation(Callback):
             A function `(state, batch, metrics) -> metrics`. It takes an `EvalState`, or a train state of which it makes
             one.
         """
-        trainer = self.trainer
+        trainer, takes_variables = self.trainer, takes_argument(self.eval_function, "mutable_variables")
 
         def device_step(state: EvalState, batch: Batch, metrics: Metrics | None) -> ImmutableMetrics:
-            evaluate = with_accepted(self.eval_function, mutable_variables=state.mutable_variables)
+            variables = {"mutable_variables": state.mutable_variables} if takes_variables else {}
             rows = gather_rows(batch, trainer.axis_names)
             key = jax.random.PRNGKey(trainer.trainer_config.seed_eval)
-            step_metrics = _checked(evaluate(state.params, state.apply_fn, rows, key))
+            step_metrics = _checked(self.eval_function(state.params, state.apply_fn, rows, key, **variables))
             return update_metrics(metrics, device_metrics_aggregation(trainer, step_metrics))
 
         specs = EvalState.from_train_state(train_state=trainer.state_partition_specs.replace(opt_state=()))

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,14 @@ from xlstm_jax.distributed.array_utils import (
     split_array_over_mesh,
 )
 from xlstm_jax.kernels.cross_entropy.target_range import is_in_vocabulary, nan_where_invalid
-from xlstm_jax.trainer.base.steps import INTERMEDIATES, Whole, current_whole
-from xlstm_jax.trainer.user_functions import model_takes
+from xlstm_jax.trainer.base.steps import INTERMEDIATES
+from xlstm_jax.trainer.user_functions import StepContext, model_takes
 
 LOSS = re.compile(r"(|.*_)loss(|_mean|_single)$")
 
 
 def count_targets(batch: LLMBatch) -> jax.Array:
-    """Count the targets that are no padding."""
+    """Count the targets that are not padding."""
     return jnp.sum(batch.targets_segmentation != 0)
 
 
@@ -35,33 +35,29 @@ def next_token_loss(
     apply_fn: Callable,
     batch: LLMBatch,
     rng: jax.Array,
+    context: StepContext,
     *,
     axis_names: Sequence[str],
-    train: bool,
-    mutable_variables: Mapping[str, Any] | None = None,
-    whole: Whole | None = None,
     log_logit_stats: bool = False,
 ) -> tuple[jax.Array, tuple[StepMetrics, PyTree]]:
     """Compute the cross-entropy of the targets, inside `jax.shard_map`.
 
     Args:
         params: The parameters.
-        apply_fn: The `apply` of the model. A model that takes `targets` returns losses and hits, and never holds all
-            logits; any other returns the logits, whole or this device's part of the sequence, as of `TPLMHead`.
+        apply_fn: The `apply` method of the model. A model that takes `targets` returns losses and hits, and never
+            materialises all logits; others return the logits of the whole sequence or, like `TPLMHead`, of this
+            device's part of it.
         batch: This device's rows, the same on all devices of the pipeline and model axes.
         rng: The key for dropout, which differs between devices with different rows.
+        context: The step that the batch is a part of. Without `num_targets`, the loss is the mean over this device's
+            targets.
         axis_names: The mesh axes.
-        train: Whether dropout is on.
-        mutable_variables: Variables of the model that are no parameters.
-        whole: What the batch is a part of; in a step, that which the step says. Elsewhere and without it, the loss is
-            the mean over this device's targets.
-        log_logit_stats: Whether to report norms, deviations and maxima of the logits, which are then held.
+        log_logit_stats: Whether to report norms, deviations and maxima of the logits, which are then all materialised.
 
     Returns:
         The loss; metrics, in which each target of the whole batch counts once; and the new mutable variables.
     """
-    whole = current_whole() if whole is None else whole
-    mutable_variables = mutable_variables or {}
+    mutable_variables = context.mutable_variables or {}
     rng = fold_rng_over_axis(rng, tuple(axis_names[:2]))
     give_targets = model_takes(apply_fn, "targets") and not log_logit_stats
     result, variables = apply_fn(
@@ -69,7 +65,7 @@ def next_token_loss(
         batch.inputs,
         pos_idx=batch.inputs_position,
         document_borders=batch.get_document_borders(),
-        train=train,
+        train=context.train,
         rngs={"dropout": rng},
         mutable=[INTERMEDIATES, *mutable_variables],
         **({"targets": batch.targets} if give_targets else {}),
@@ -79,16 +75,16 @@ def next_token_loss(
     total, num_hits = (jnp.sum(jnp.where(is_target, x, 0)) for x in (losses, hits))
     num_targets = jnp.sum(is_target)
     loss = total / jnp.maximum(num_targets, 1)
-    if whole is not None and whole.num_targets is not None:
-        loss = total * whole.num_parts / jnp.maximum(whole.num_targets, 1)
+    num_parts = context.num_parts or axis_size(tuple(axis_names))
+    if context.num_targets is not None:
+        loss = total * num_parts / jnp.maximum(context.num_targets, 1)
 
     once = _counts_once(axis_names)
     metrics: StepMetrics = {
         "loss": {"value": once * total, "count": once * num_targets},
         "accuracy": {"value": once * num_hits, "count": once * num_targets},
     }
-    if train:
-        num_parts = whole.num_parts if whole is not None else axis_size(tuple(axis_names))
+    if context.train:
         metrics |= _batch_metrics(batch, once * num_targets, once, num_parts)
     if log_logit_stats:
         metrics |= _logit_metrics(result)

@@ -19,12 +19,12 @@ from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.batch import Batch, LLMBatch, to_host
 from xlstm_jax.inference.generate import as_rows
 from xlstm_jax.trainer.base.config import TrainerConfig
-from xlstm_jax.trainer.base.steps import Whole, eval_step
+from xlstm_jax.trainer.base.steps import eval_step
 from xlstm_jax.trainer.base.trainer import TrainerModule
 from xlstm_jax.trainer.llm.loss import add_perplexities, count_targets, next_token_loss
 from xlstm_jax.trainer.llm.sampling import generate_tokens, temperature_sampling
 from xlstm_jax.trainer.placement import on_mesh, zeros_on_mesh
-from xlstm_jax.trainer.user_functions import init_model_state
+from xlstm_jax.trainer.user_functions import StepContext, current_context, documented_loss, init_model_state
 
 EXAMPLE_LENGTH = 64
 GenerateFn = Callable[..., tuple[jax.Array, jax.Array]]
@@ -63,18 +63,16 @@ class LLMTrainer(TrainerModule):
         rng: jax.Array,
         train: bool = True,
         mutable_variables: Mapping[str, Any] | None = None,
-        whole: Whole | None = None,
     ) -> tuple[jax.Array, tuple[StepMetrics, PyTree]]:
         """Return the cross-entropy of the targets, with metrics and mutable variables; see `next_token_loss`."""
+        context = current_context() or StepContext()
         return next_token_loss(
             params,
             apply_fn,
             _as_llm_batch(batch),
             rng,
+            context._replace(train=train, mutable_variables=mutable_variables),
             axis_names=self.axis_names,
-            train=train,
-            mutable_variables=mutable_variables,
-            whole=whole,
             log_logit_stats=self.trainer_config.log_logit_stats,
         )
 
@@ -238,7 +236,7 @@ class LLMTrainer(TrainerModule):
             chunk,
             metrics,
             axis_names=self.axis_names,
-            loss_function=self.loss_function,
+            loss_function=documented_loss(self.loss_function),
             count_targets=self.count_targets,
             seed=self.trainer_config.seed_eval,
         )
