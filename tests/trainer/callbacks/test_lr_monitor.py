@@ -1,5 +1,6 @@
 """The learning rate of a run is logged, at no cost to the devices."""
 
+import importlib.resources
 from types import SimpleNamespace
 
 import jax
@@ -75,3 +76,9 @@ def test_the_config_has_the_documented_defaults():
         "main_process_only": True,
         "log_lr_key": "optimizer/lr",
     }
+
+
+def test_recipes_log_the_learning_rate_once():
+    """Each row has the `lr` of its update; the rate of the next one would be a second curve, a step ahead."""
+    group = (importlib.resources.files("xlstm_jax.recipes") / "groups/callbacks/default.yaml").read_text()
+    assert "LearningRateMonitorConfig" not in group

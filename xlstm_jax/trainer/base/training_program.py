@@ -152,8 +152,9 @@ class TrainingProgram:
         """Return `(loss, (metrics, mutable_variables))` of a device's rows; see `steps.train_step`."""
         raise NotImplementedError(f"{type(self).__name__} has no `loss_function`, which says what to minimise.")
 
-    def count_targets(self, batch: Batch) -> jax.Array | None:  # noqa: ARG002
+    def count_targets(self, batch: Batch) -> jax.Array | None:
         """Count the targets of rows, for a loss that is a mean over all targets of a batch; `None` for other losses."""
+        del batch  # The loss of this class has no targets.
         return None
 
     def create_jitted_functions(self) -> None:

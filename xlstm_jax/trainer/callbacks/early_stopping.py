@@ -70,7 +70,7 @@ class EarlyStopping(Callback):
         """Stop a run that has already ended."""
         self._stop_if_out_of_patience()
 
-    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Compare the metric with the best one."""
         monitor = self.config.monitor
         if monitor not in eval_metrics:

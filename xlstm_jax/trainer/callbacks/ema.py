@@ -92,11 +92,11 @@ class ParameterEMA(Callback):
         if self._params is None:
             self._params = self._copy(self.trainer.state.params)
 
-    def on_filtered_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_filtered_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Update the average. A step that was bad has left the parameters as they were."""
         self._params = self._update(self.params, self.trainer.state.params)
 
-    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Validate the average too."""
         if self.config.evaluate and self.data_module is not None and self.data_module.val_dataloader is not None:
             val_loader = self.data_module.val_dataloader

@@ -1,4 +1,8 @@
-"""The learning rate, logged every few steps."""
+"""The learning rate of the schedule, logged every few steps.
+
+Every training row has the rate `lr` of its update anyway. This callback logs the rate by the number of steps, under
+any name.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,10 +31,9 @@ class LearningRateMonitorConfig(CallbackConfig):
 
 
 class LearningRateMonitor(Callback):
-    """Logs what the schedule of the trainer says.
+    """Logs the learning rate that the schedule of the trainer gives for the number of steps so far.
 
-    It is computed by one small program on the CPU of the host: the devices that train neither run it nor are waited
-    for.
+    A small program on the host CPU computes it, so the training devices are neither used nor waited for.
 
     Args:
         config: When to log.
@@ -49,11 +52,11 @@ class LearningRateMonitor(Callback):
         except RuntimeError:  # JAX_PLATFORMS can leave the CPU out.
             self._device = None
 
-    def on_filtered_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_filtered_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Log the learning rate after a step."""
         self._log_lr(step_idx)
 
-    def on_filtered_training_epoch_end(self, train_metrics: Mapping[str, Any], epoch_idx: int) -> None:  # noqa: ARG002
+    def on_filtered_training_epoch_end(self, train_metrics: Mapping[str, Any], epoch_idx: int) -> None:
         """Log the learning rate after an epoch."""
         self._log_lr(self.trainer.global_step)
 

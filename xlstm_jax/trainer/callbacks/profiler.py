@@ -72,7 +72,7 @@ class JaxProfiler(Callback):
         """Start to count the minutes."""
         self._last_time = time.monotonic()
 
-    def on_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Start or end a trace, if it is time to."""
         if self._last_step is not None:
             if step_idx >= self._last_step:
@@ -80,15 +80,15 @@ class JaxProfiler(Callback):
         elif self._is_active and self._is_due(step_idx):
             self.start_trace(step_idx)
 
-    def on_training_epoch_end(self, train_metrics: Mapping[str, Any], epoch_idx: int) -> None:  # noqa: ARG002
+    def on_training_epoch_end(self, train_metrics: Mapping[str, Any], epoch_idx: int) -> None:
         """End the trace."""
         self.stop_trace()
 
-    def on_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:
         """End the trace."""
         self.stop_trace()
 
-    def finalize(self, status: str | None = None) -> None:  # noqa: ARG002
+    def finalize(self, status: str | None = None) -> None:
         """End the trace."""
         self.stop_trace()
 

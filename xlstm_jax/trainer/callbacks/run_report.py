@@ -72,7 +72,7 @@ class RunReport(Callback):
         self._try(lambda folder: record_start(folder, step=step, references=references))
         self._try(lambda folder: record_parameters(folder, self.trainer.state.params))
 
-    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Write the report, unless it takes too much of the time."""
         pause = 0.0 if self._last_seconds < SLOW_SECONDS else self._last_seconds / LARGEST_SHARE
         if time.monotonic() - self._last_end >= pause:

@@ -107,11 +107,11 @@ class TextSamples(Callback):
             token_sample_fn=functools.partial(temperature_sampling, temperature=config.temperature),
         )
 
-    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Write samples."""
         self.write(step_idx)
 
-    def on_test_epoch_end(self, test_metrics: Mapping[str, Any], epoch_idx: int) -> None:  # noqa: ARG002
+    def on_test_epoch_end(self, test_metrics: Mapping[str, Any], epoch_idx: int) -> None:
         """Write samples."""
         self.write(self.trainer.global_step)
 

@@ -79,23 +79,23 @@ class HangWatchdog(Callback):
         self._thread = threading.Thread(target=self._watch, name="hang watchdog", daemon=True)
         self._thread.start()
 
-    def on_training_epoch_start(self, epoch_idx: int) -> None:  # noqa: ARG002
+    def on_training_epoch_start(self, epoch_idx: int) -> None:
         """See that the run gets on."""
         self._see(self._deadline)
 
-    def on_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Expect the next step."""
         self._see(self._step)
 
-    def on_training_epoch_end(self, train_metrics: Mapping[str, Any], epoch_idx: int) -> None:  # noqa: ARG002
+    def on_training_epoch_end(self, train_metrics: Mapping[str, Any], epoch_idx: int) -> None:
         """See that the run gets on."""
         self._see(self._deadline)
 
-    def on_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:
         """Expect a validation."""
         self._see(self._validation)
 
-    def on_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Expect what other callbacks do after a validation."""
         self._see(self._validation)
 
@@ -103,19 +103,19 @@ class HangWatchdog(Callback):
         """Expect that a checkpoint is loaded for the test."""
         self._see(self._validation)
 
-    def on_training_interrupted(self, epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_training_interrupted(self, epoch_idx: int, step_idx: int) -> None:
         """Expect that a checkpoint is written."""
         self._see(self._validation)
 
-    def on_test_epoch_start(self, epoch_idx: int) -> None:  # noqa: ARG002
+    def on_test_epoch_start(self, epoch_idx: int) -> None:
         """Expect a test."""
         self._see(self._validation)
 
-    def on_test_epoch_end(self, test_metrics: Mapping[str, Any], epoch_idx: int) -> None:  # noqa: ARG002
+    def on_test_epoch_end(self, test_metrics: Mapping[str, Any], epoch_idx: int) -> None:
         """Expect the end of the run."""
         self._see(self._validation)
 
-    def finalize(self, status: str | None = None) -> None:  # noqa: ARG002
+    def finalize(self, status: str | None = None) -> None:
         """Watch no longer."""
         self._has_ended.set()
         if self._thread is not None:

@@ -150,11 +150,11 @@ class LMEvalEvaluation(ExtendedEvaluation):
 
     # When it runs.
 
-    def on_filtered_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:  # noqa: ARG002
+    def on_filtered_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:
         """Evaluate the tasks."""
         self._log_results(step_idx)
 
-    def on_test_epoch_start(self, epoch_idx: int) -> None:  # noqa: ARG002
+    def on_test_epoch_start(self, epoch_idx: int) -> None:
         """Evaluate the tasks."""
         if self._active_on_epochs:
             self._log_results(self.trainer.global_step)

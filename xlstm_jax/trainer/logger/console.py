@@ -56,7 +56,7 @@ class ConsoleLogger(LoggerTool):
         console: Where to; stdout if not given.
     """
 
-    def __init__(self, config: ConsoleLoggerConfig, logger: Logger, console: Console | None = None):  # noqa: ARG002
+    def __init__(self, config: ConsoleLoggerConfig, logger: Logger, console: Console | None = None):
         self.console = console or Console(force_terminal=config.live or None)
         self._references = "".join(f" · {name} {_number(bits)}" for name, bits in config.references.items())
         can_draw = self.console.is_terminal and not self.console.is_dumb_terminal
@@ -69,7 +69,7 @@ class ConsoleLogger(LoggerTool):
         """Forget the length and the speed of an earlier run."""
         self._num_steps = self._step_time = None
 
-    def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:  # noqa: ARG002
+    def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
         """Show a row."""
         if mode == "dataset":
             self._num_steps = metrics.get("num_train_steps")
@@ -88,7 +88,7 @@ class ConsoleLogger(LoggerTool):
         shown = [f"  │ {line}" for line in lines[:MOST_LINES]] + ["  │ …"] * (len(lines) > MOST_LINES)
         self._show_line("\n".join([f"  {name} at step {step}", *shown]))
 
-    def finalize(self, status: str) -> None:  # noqa: ARG002
+    def finalize(self, status: str) -> None:
         """Leave the last state of the line where it is and give the terminal back."""
         if self._live is not None:
             live, self._live = self._live, None

@@ -136,7 +136,7 @@ class FileLogger(LoggerTool):
         self._tables.clear()
         LOGGER.warning("Training starts from step 0: the metrics of an earlier start were moved to %s.", target)
 
-    def finalize(self, status: str) -> None:  # noqa: ARG002
+    def finalize(self, status: str) -> None:
         """Say that all is written."""
         LOGGER.info("Finishing file logging.")
 

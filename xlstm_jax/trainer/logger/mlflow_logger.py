@@ -85,7 +85,7 @@ class MLflowLogger(LoggerTool):
         self._is_given_up = False
         self._start()
 
-    def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:  # noqa: ARG002
+    def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
         """Log the numbers."""
         self._start()
         if self._sender is None:

@@ -70,7 +70,7 @@ class TensorBoardLogger(LoggerTool):
             if self._logged_config:
                 self._log_config()
 
-    def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:  # noqa: ARG002
+    def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
         """Write the numbers; TensorBoard has no curves of anything else."""
         self.setup()
         for name, value in only_numbers(metrics).items():
@@ -86,7 +86,7 @@ class TensorBoardLogger(LoggerTool):
         self._close()
         self._purge_step = step + 1
 
-    def finalize(self, status: str) -> None:  # noqa: ARG002
+    def finalize(self, status: str) -> None:
         """Write what is in the queue and close the file."""
         self._close()
 
