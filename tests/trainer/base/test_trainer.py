@@ -1,7 +1,6 @@
 """A trainer trains, validates and tests as documented, and says what is wrong with what it is given."""
 
 import csv
-import dataclasses
 import io
 import json
 
@@ -11,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
-from meshes import AXES, make_mesh
+from meshes import AXES
 from rich.console import Console
+from trainer.base.user_trainer import REGRESSION_BATCHES, Regression, RegressionTrainer, make_regression
 from trainer.runs import (
     ADAMW,
     LENGTH,
@@ -25,104 +25,15 @@ from trainer.runs import (
     whole_state,
 )
 
-from xlstm_jax.configs import ConfigDict, ConfigError
-from xlstm_jax.dataset.batch import Batch
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.distributed import split_array_over_mesh
-from xlstm_jax.distributed.mesh_utils import ParallelConfig
-from xlstm_jax.models.configs import ModelConfig
-from xlstm_jax.trainer import TrainerConfig, TrainerModule
+from xlstm_jax.trainer import TrainerConfig
 from xlstm_jax.trainer.base.evaluator import tracked
-from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, ModelCheckpointConfig
 from xlstm_jax.trainer.logger import Logger, LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLogger
-from xlstm_jax.trainer.optimizer import OptimizerConfig
 from xlstm_jax.utils.startup import STARTUP
 
 EIGHT = {"dp": 2, "fsdp": 2, "tp": 2}
-
-
-@dataclasses.dataclass(kw_only=True, frozen=False)
-class RecorderConfig(CallbackConfig):
-    """Makes a recorder."""
-
-    def create(self, trainer, data_module=None):
-        return Recorder(self, trainer, data_module)
-
-
-class Recorder(Callback):
-    """Writes down which hook was called with which indices."""
-
-    def __init__(self, config, trainer, data_module=None):
-        super().__init__(config, trainer, data_module)
-        self.calls = []
-
-    def on_training_start(self):
-        self.calls.append("training starts")
-
-    def on_training_end(self):
-        self.calls.append("training ends")
-
-    def on_training_epoch_start(self, epoch_idx):
-        self.calls.append(f"epoch {epoch_idx} starts")
-
-    def on_training_epoch_end(self, train_metrics, epoch_idx):
-        self.calls.append(f"epoch {epoch_idx} ends")
-        assert "epoch_time" in train_metrics
-
-    def on_training_step(self, step_metrics, epoch_idx, step_idx):
-        self.calls.append(f"step {step_idx} of epoch {epoch_idx}")
-
-    def on_validation_epoch_start(self, epoch_idx, step_idx):
-        self.calls.append(f"validation at step {step_idx} of epoch {epoch_idx} starts")
-
-    def on_validation_epoch_end(self, eval_metrics, epoch_idx, step_idx):
-        self.calls.append(f"validation at step {step_idx} of epoch {epoch_idx} ends with {sorted(eval_metrics)}")
-
-    def on_test_epoch_start(self, epoch_idx):
-        self.calls.append(f"test of epoch {epoch_idx} starts")
-
-    def on_test_epoch_end(self, test_metrics, epoch_idx):
-        self.calls.append(f"test of epoch {epoch_idx} ends")
-
-    def set_dataset(self, data_module):
-        super().set_dataset(data_module)
-        self.calls.append("data are known")
-
-    def finalize(self, status=None):
-        self.calls.append(f"finalized with {status}")
-
-
-def test_hooks_are_called_in_the_documented_order():
-    trainer = make_trainer(callbacks=[RecorderConfig()], check_val_every_n_steps=2)
-    mesh = trainer.mesh
-    val_loader = SizedTokenLoader(mesh, seed=1, num_batches=2)
-    results = trainer.train_model(
-        TokenLoader(mesh, num_batches=2), val_loader, val_loader, num_epochs=2, steps_per_epoch=2
-    )
-    names = ["accuracy", "epoch_time", "loss", "perplexity"]
-    assert trainer.callbacks[0].calls == [
-        "training starts",
-        "data are known",
-        "epoch 1 starts",
-        "step 1 of epoch 1",
-        "step 2 of epoch 1",
-        "validation at step 2 of epoch 1 starts",
-        f"validation at step 2 of epoch 1 ends with {names}",
-        "epoch 1 ends",
-        "epoch 2 starts",
-        "step 3 of epoch 2",
-        "step 4 of epoch 2",
-        "validation at step 4 of epoch 2 starts",
-        f"validation at step 4 of epoch 2 ends with {names}",
-        "epoch 2 ends",
-        "training ends",
-        "test of epoch 2 starts",
-        "test of epoch 2 ends",
-        "finalized with success",
-    ]
-    assert list(results) == ["val_step_2", "val_epoch_1", "val_step_4", "val_epoch_2", "test"]
-    assert results["val_epoch_2"] is results["val_step_4"]
-    assert results["test"]["loss"] == results["val_step_4"]["loss"]
 
 
 def test_a_run_compiles_each_step_once(tmp_path):
@@ -259,155 +170,6 @@ def test_a_run_goes_on_where_it_ended():
         np.testing.assert_array_equal(whole_state(split)[name], expected, err_msg=name)
 
 
-def test_epochs_shorter_than_the_data_go_through_all_of_them():
-    trainer = make_regression()
-    seen = []
-    trainer.on_training_step = lambda metrics, epoch, step: seen.append((epoch, float(drawn[-1])))
-    drawn = []
-
-    class Loader(list):
-        def __iter__(self):
-            for batch in super().__iter__():
-                drawn.append(batch.targets[0, 0])
-                yield batch
-
-    trainer.train_model(Loader(REGRESSION_BATCHES), num_train_steps=6, steps_per_epoch=2)
-    assert seen == [(1, 0.0), (1, 1.0), (2, 2.0), (2, 0.0), (3, 1.0), (3, 2.0)]
-
-
-class RollingLoader(TokenLoader):
-    """Begins anew after it has reported its end."""
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        try:
-            return super().__next__()
-        except StopIteration:
-            self.in_epoch = 0
-            raise
-
-
-class SizedRollingLoader(RollingLoader):
-    """One that says how long an epoch is."""
-
-    def __len__(self):
-        return self.num_batches
-
-
-def hooks_of_a_run(path, loader_class, num_train_steps):
-    """Train from the last checkpoint up to a step, in epochs of two batches, and return the calls of hooks."""
-    callbacks = [ModelCheckpointConfig(every_n_steps=1), RecorderConfig()]
-    trainer = make_trainer(path=path, callbacks=callbacks)
-    loader, val_loader = loader_class(trainer.mesh, num_batches=2), TokenLoader(trainer.mesh, seed=1, num_batches=1)
-    trainer.load_model(raise_if_not_found=False)
-    if trainer.global_step:
-        trainer.load_data_loaders(train_loader=loader, val_loader=val_loader)
-    trainer.train_model(loader, val_loader, num_train_steps=num_train_steps)
-    return [call for call in trainer.callbacks[1].calls if call.startswith(("epoch", "step", "validation"))]
-
-
-def test_a_run_that_resumes_at_the_end_of_an_epoch_calls_the_hooks_of_one_that_was_not_stopped(tmp_path):
-    whole, split = tmp_path / "whole", tmp_path / "split"
-    resumed = hooks_of_a_run(split, SizedRollingLoader, 2) + hooks_of_a_run(split, SizedRollingLoader, 4)
-    assert resumed == hooks_of_a_run(whole, SizedRollingLoader, 4)
-
-
-def test_an_epoch_of_unknown_length_is_not_validated_again_when_a_run_resumes_at_its_end(tmp_path):
-    calls = hooks_of_a_run(tmp_path, RollingLoader, 2) + hooks_of_a_run(tmp_path, RollingLoader, 4)
-    starts = [call for call in calls if call.startswith("validation") and call.endswith("starts")]
-    assert [start.split()[3] for start in starts] == ["2", "4"]
-
-
-def test_a_step_is_validated_once():
-    trainer = make_trainer(
-        path=None,
-        logger=LoggerConfig(),
-        check_val_every_n_steps=2,
-        callbacks=[RecorderConfig()],
-    )
-    val_loader = SizedTokenLoader(trainer.mesh, seed=1, num_batches=1)
-    loader = TokenLoader(trainer.mesh)
-    trainer.train_model(loader, val_loader, num_train_steps=2)
-    trainer.train_model(loader, val_loader, num_train_steps=3)
-    starts = [call for call in trainer.callbacks[0].calls if call.startswith("validation") and call.endswith("starts")]
-    assert [start.split()[3] for start in starts] == ["2", "3"]
-
-
-@pytest.mark.parametrize(
-    ("every", "validated"), [({"check_val_every_n_steps": 2}, ["2", "3"]), ({"check_val_every_n_epoch": 2}, ["3"])]
-)
-def test_a_run_is_validated_after_its_last_step(every, validated):
-    settings = {"check_val_every_n_epoch": -1, "check_val_at_end": True, **every}
-    trainer = make_trainer(path=None, logger=LoggerConfig(), callbacks=[RecorderConfig()], **settings)
-    val_loader = SizedTokenLoader(trainer.mesh, seed=1, num_batches=1)
-    trainer.train_model(TokenLoader(trainer.mesh), val_loader, num_train_steps=3)
-    starts = [call for call in trainer.callbacks[0].calls if call.startswith("validation") and call.endswith("starts")]
-    assert [start.split()[3] for start in starts] == validated
-
-
-def test_a_run_without_validations_has_none_at_its_end():
-    trainer = make_trainer(check_val_every_n_epoch=-1, check_val_at_end=True, logger=None)
-    val_loader = SizedTokenLoader(trainer.mesh, seed=1, num_batches=1)
-    assert trainer.train_model(TokenLoader(trainer.mesh), val_loader, num_train_steps=1) == {}
-
-
-def test_a_callback_can_end_a_run():
-    trainer = make_trainer(callbacks=[RecorderConfig()], logger=None)
-    trainer.callbacks[0].on_training_step = lambda metrics, epoch, step: setattr(trainer, "should_stop", step == 3)
-    trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=10)
-    assert trainer.global_step == 3
-    assert trainer.callbacks[0].calls[-2:] == ["training ends", "finalized with success"]
-
-
-def test_an_error_in_a_callback_is_passed_on_after_finalizing():
-    trainer = make_trainer(callbacks=[RecorderConfig()], logger=None)
-
-    def fail(metrics, epoch, step):
-        raise RuntimeError("broken")
-
-    trainer.callbacks[0].on_training_step = fail
-    with pytest.raises(RuntimeError, match="broken"):
-        trainer.train_model(TokenLoader(trainer.mesh), num_train_steps=10)
-    assert trainer.callbacks[0].calls[-1] == "finalized with error"
-
-
-class Regression(nn.Module):
-    """A layer with dropout before it."""
-
-    config: ConfigDict
-
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.Dropout(0.5, deterministic=not train)(x)
-        return nn.Dense(1, name="layer")(x)
-
-
-class RegressionTrainer(TrainerModule):
-    """A trainer as users write it."""
-
-    def loss_function(self, params, apply_fn, batch, rng, train=True):
-        prediction = apply_fn({"params": params}, batch.inputs, train=train, rngs={"dropout": rng})
-        loss = jnp.mean(jnp.square(prediction - batch.targets))
-        return loss, ({"loss": loss, "train": {"value": float(train), "count": 1}}, None)
-
-
-def make_regression(trainer_class=RegressionTrainer, sizes=None, model_class=Regression, mesh=None, **options):
-    parallel = ParallelConfig()
-    batch = Batch(inputs=jax.ShapeDtypeStruct((8, 4), jnp.float32), targets=jax.ShapeDtypeStruct((8, 1), jnp.float32))
-    return trainer_class(
-        TrainerConfig(logger=None, enable_progress_bar=False, **options),
-        ModelConfig(model_class=model_class, parallel=parallel),
-        OptimizerConfig(name="sgd"),
-        batch,
-        mesh=make_mesh(**(sizes or {"dp": 8})) if mesh is None else mesh,
-    )
-
-
-REGRESSION_BATCHES = [Batch(inputs=jnp.ones((8, 4)), targets=jnp.full((8, 1), float(i))) for i in range(3)]
-
-
 def test_a_trainer_with_nothing_but_a_loss_function_trains():
     trainer = make_regression()
     results = trainer.train_model(REGRESSION_BATCHES, REGRESSION_BATCHES, num_epochs=2)
@@ -535,3 +297,44 @@ def test_configs_are_left_as_they_were(tmp_path):
     make_trainer(logger=logger, model=model)
     assert (config.to_dict(), model.to_dict(), ADAMW.to_dict()) == before
     assert logger.log_tools == []
+
+
+OVERRIDES = (
+    "_eval_model_in_train_loop",
+    "_run_model_eval",
+    "count_targets",
+    "create_evaluation_step_function",
+    "create_training_step_function",
+    "eval_model",
+    "get_metric_postprocess_fn",
+    "init_eval_metrics",
+    "init_state",
+    "init_train_metrics",
+    "log_training_info",
+    "loss_function",
+    "on_training_epoch_end",
+    "on_training_step",
+    "on_validation_epoch_end",
+    "run_model_init",
+    "test_eval_function",
+    "tracker",
+)
+
+
+def test_all_methods_that_a_subclass_overrides_take_effect():
+    called = set()
+
+    def recorded(name):
+        def method(self, *args, **options):
+            called.add(name)
+            return getattr(super(Overriding, self), name)(*args, **options)
+
+        return method
+
+    methods = {name: recorded(name) for name in OVERRIDES}
+    methods["loss_function"] = lambda self, params, apply_fn, batch, rng, train=True: recorded("loss_function")(
+        self, params, apply_fn, batch, rng, train
+    )
+    Overriding = type("Overriding", (RegressionTrainer,), methods)
+    make_regression(Overriding).train_model(REGRESSION_BATCHES, REGRESSION_BATCHES, num_epochs=1)
+    assert called == set(OVERRIDES)
