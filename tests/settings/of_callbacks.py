@@ -219,8 +219,8 @@ def log_evaluation(config, world: World):
 def run_harness(config, world: World):
     """Record what the harness and the pipelines are asked for."""
     asked = []
-    world.monkeypatch.setattr(lmeval, "_create_lm", lambda _: "lm")
-    world.monkeypatch.setattr(lmeval, "_harness", lambda name: getattr(Recorder(asked), name))
+    world.monkeypatch.setattr(lmeval, "create_lm", lambda *_: "lm")
+    world.monkeypatch.setattr(lmeval, "harness", lambda name: getattr(Recorder(asked), name))
     tokenizer = SimpleNamespace(bos_token_id=1, eos_token_id=2, apply_chat_template=lambda *_, **o: asked.append(o))
     encoder = SimpleNamespace(tokenizer=tokenizer)
     world.monkeypatch.setattr(lmeval, "TextEncoder", lambda path: asked.append(path) or encoder)
@@ -235,8 +235,8 @@ def run_harness(config, world: World):
     world.monkeypatch.setattr(callback, "eval_model", lambda *_, **__: {})
     world.monkeypatch.setattr(lmeval, "fuse_document_results", lambda _: [(-1.0, True)])
     scores = callback.loglikelihood([])
-    call = lmeval._harness
-    world.monkeypatch.setattr(lmeval, "_harness", lambda name: harness_of(call(name), name))
+    call = lmeval.harness
+    world.monkeypatch.setattr(lmeval, "harness", lambda name: harness_of(call(name), name))
     results = callback.run_evaluate()
     world.monkeypatch.setattr(callback, "run_evaluate", lambda: {"task": {"acc": 1.0}})
     callback._log_results(1)

@@ -1,21 +1,18 @@
-"""The tasks of the evaluation harness lm-eval, on the model of a training run.
+"""Tasks of the evaluation harness lm-eval, run on the model of a training run.
 
-lm-eval makes requests of tasks and metrics of answers; what lies between is here. All processes get all requests,
-answer them together, and have the same answers.
+lm-eval turns tasks into requests, and answers into metrics; this module answers the requests. All processes get all
+requests, answer them together, and have the same answers.
 """
 
-import contextlib
 import dataclasses
 import functools
-import importlib
 import itertools
 import logging
 import math
 import os
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,9 +32,10 @@ from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary, check_vocabulari
 from xlstm_jax.inference.sampling import temperature_sampling
 from xlstm_jax.trainer.callbacks.extended_evaluation import EvalState, ExtendedEvaluation, ExtendedEvaluationConfig
 from xlstm_jax.trainer.data_module import DataloaderModule
+from xlstm_jax.trainer.eval.harness import create_lm, harness, numbers, preserve_random_states
+from xlstm_jax.trainer.eval.prompts import Prompt, batch_prompts
 from xlstm_jax.trainer.eval.scoring import KEEPS_SUMS, KEEPS_VALUES, ChunkReader, score_rows
 from xlstm_jax.trainer.llm.trainer import GenerateFn, LLMTrainer
-from xlstm_jax.trainer.logger.values import import_extra
 from xlstm_jax.trainer.placement import place_batch
 from xlstm_jax.trainer.run.trainer_like import TrainerLike
 
@@ -58,11 +56,11 @@ class LMEvalEvaluationConfig(ExtendedEvaluationConfig):
     include_path: str | Path | None = None
     """A folder of YAML files with further tasks."""
     include_defaults: bool = True
-    """Whether the tasks that come with lm-eval are known; looking through them takes a few seconds once."""
+    """Whether the tasks of lm-eval itself are available; indexing them takes a few seconds once."""
     log_mode: str = "{task}"
     """The mode that the results of each task are logged in."""
     cache_requests: bool = True
-    """Let lm-eval keep the requests of tasks on disk. It knows a task by its name, not by its content."""
+    """Let lm-eval cache the requests of tasks on disk, by the name of a task and not by its content."""
     limit_requests: int | None = None
     """Evaluate only the first documents of each task."""
     write_out: bool = False
@@ -80,15 +78,15 @@ class LMEvalEvaluationConfig(ExtendedEvaluationConfig):
     worker_count: int = 0
     """The processes that prepare batches; with 0, the main one does."""
     debug: bool = False
-    """Scale log-likelihoods by 1e-4: the perplexities of models that know nothing yet stay finite."""
+    """Scale log-likelihoods by 1e-4, so that the perplexities of untrained models stay finite."""
     system_instruction: str | None = None
-    """What each prompt begins with."""
+    """The beginning of each prompt."""
     num_fewshot: int | None = None
     """The examples in each prompt; by default, as many as the task says."""
     bootstrap_iters: int = 1000
     """The samples from which lm-eval estimates standard errors; 0 for no such errors."""
     apply_chat_template: bool | str = False
-    """Write prompts with the chat template of the tokenizer, or with that of a name."""
+    """Format prompts with the chat template of the tokenizer, or with the template of this name."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,7 +101,7 @@ class LMEvalEvaluationConfig(ExtendedEvaluationConfig):
         refuse_ignored(self, {"every_n_steps": "on evaluations, which run before validations and tests"})
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name."""
+        """Return the fields that have no effect with the others, each with the reason."""
         return {"context_length": "with use_infinite_eval"} if self.use_infinite_eval else {}
 
     def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "LMEvalEvaluation":
@@ -116,8 +114,8 @@ class LMEvalEvaluationConfig(ExtendedEvaluationConfig):
 class LMEvalEvaluation(ExtendedEvaluation):
     """Runs tasks of lm-eval before validations and tests, and logs the results of each task under its name.
 
-    A request is a row of a batch, and the metrics of rows become answers. Where documents are read chunk by chunk, one
-    program for a chunk serves them all.
+    A request is a row of a batch, and the metrics of rows become answers. If documents are read chunk by chunk, one
+    compiled program for a chunk serves all lengths.
 
     Args:
         config: What to evaluate.
@@ -145,10 +143,10 @@ class LMEvalEvaluation(ExtendedEvaluation):
             raise ValueError(
                 f"The tokenizer {config.tokenizer_path!r} has no chat templates: set apply_chat_template=False."
             )
-        self.lm = _create_lm(self)
+        self.lm = create_lm(self, f"{config.tokenizer_path}-{config.apply_chat_template}")
         self._generate_fn = functools.cache(self._create_generate_fn)
 
-    # When it runs.
+    # Hooks.
 
     def on_filtered_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:
         """Evaluate the tasks."""
@@ -167,8 +165,8 @@ class LMEvalEvaluation(ExtendedEvaluation):
         """
         config = self.config
         os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Or lm-eval forks, and threads of JAX may deadlock.
-        with _kept_random_states():
-            results = _harness("evaluator").simple_evaluate(
+        with preserve_random_states():
+            results = harness("evaluator").simple_evaluate(
                 model=self.lm,
                 tasks=list(config.evaluation_tasks),
                 task_manager=self._task_manager,
@@ -188,8 +186,8 @@ class LMEvalEvaluation(ExtendedEvaluation):
 
     @staticmethod
     def get_metric_postprocess_fn() -> Callable[[Mapping[str, Any]], HostMetrics]:
-        """Return what takes the numbers out of a result of lm-eval; those that do not apply become NaN."""
-        return _numbers
+        """Return a function that extracts the numbers of a result of lm-eval; those that do not apply become NaN."""
+        return numbers
 
     def _log_results(self, step_idx: int) -> None:
         results = self.run_evaluate()
@@ -199,7 +197,7 @@ class LMEvalEvaluation(ExtendedEvaluation):
 
     @functools.cached_property
     def _task_manager(self) -> Any:
-        return _harness("tasks").TaskManager(
+        return harness("tasks").TaskManager(
             include_path=self.config.include_path, include_defaults=self.config.include_defaults
         )
 
@@ -230,15 +228,15 @@ class LMEvalEvaluation(ExtendedEvaluation):
         if ignored:
             LOGGER.warning("Sampling knows a temperature only, and leaves out %s.", ", ".join(sorted(ignored)))
         key = jax.random.PRNGKey(self.trainer.trainer_config.seed_eval)
-        cut, texts = _harness("models.utils").postprocess_generated_text, {}
-        for batch in _batched(prompts, self.exmp_batch.inputs.shape[0]):
+        cut, texts = harness("models.utils").postprocess_generated_text, {}
+        for batch in batch_prompts(prompts, self.exmp_batch.inputs.shape[0]):
             generated = self._generate(batch, jax.random.fold_in(key, len(texts)))
             for prompt, tokens in zip(batch, generated, strict=False):
                 texts[prompt.number] = cut(self.tokenizer.decode(tokens), prompt.until, None)
         return [texts[number] for number in range(len(requests))]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Write a conversation with the chat template of the tokenizer."""
+        """Format a conversation with the chat template of the tokenizer."""
         name = self.config.apply_chat_template
         return self.tokenizer.apply_chat_template(
             chat_history,
@@ -248,10 +246,10 @@ class LMEvalEvaluation(ExtendedEvaluation):
             continue_final_message=not add_generation_prompt,
         )
 
-    # From requests to rows of batches, and to metrics.
+    # Requests as rows of batches, and their metrics.
 
     def create_modified_exemplary_batch(self, exmp_batch: Batch) -> LLMIndexedBatch:
-        """Return the shapes of batches of requests."""
+        """Return the shapes of a batch of requests."""
         rows, columns = exmp_batch.inputs.shape
         return LLMIndexedBatch.get_dtype_struct(self.config.batch_size or rows, self.config.context_length or columns)
 
@@ -299,7 +297,7 @@ class LMEvalEvaluation(ExtendedEvaluation):
         rng: jax.Array | None = None,
         mutable_variables: Mapping[str, Any] | None = None,
     ) -> tuple[Mapping[str, Any], PyTree]:
-        """Compute the log-likelihood and the hits of each of a device's rows, with the number of its targets."""
+        """Compute the log-likelihood, the hits and the number of targets of each row of a device."""
         del rng  # nothing is drawn
         variables = {"params": params, **(mutable_variables or {})}
         return score_rows(apply_fn, variables, batch, self.trainer.model_axis_name)
@@ -307,7 +305,7 @@ class LMEvalEvaluation(ExtendedEvaluation):
     # Reading chunk by chunk.
 
     def create_jitted_functions(self) -> None:
-        """Compile the steps when they are first called: one for whole batches, or one for chunks of them."""
+        """Create the steps, compiled at their first call: one for whole batches, or one for chunks."""
         super().create_jitted_functions()
         self._chunk_reader = functools.cache(functools.partial(ChunkReader, self.trainer))
         if self.config.use_infinite_eval:
@@ -356,9 +354,9 @@ class LMEvalEvaluation(ExtendedEvaluation):
 
     # Generation.
 
-    def _read_prompt(self, number: int, request: Any) -> "_Prompt":
+    def _read_prompt(self, number: int, request: Any) -> Prompt:
         context, options = request.args
-        options = _harness("models.utils").normalize_gen_kwargs(options)
+        options = harness("models.utils").normalize_gen_kwargs(options)
         max_new_tokens, temperature = options["max_gen_toks"], options.get("temperature", 0.0)
         tokens = [self.bos_token_id, *self.tokenizer(context, add_special_tokens=False)["input_ids"]]
         if not self.config.use_infinite_eval:
@@ -370,12 +368,12 @@ class LMEvalEvaluation(ExtendedEvaluation):
                 )
             tokens = tokens[max_new_tokens - context_length :]
         ignored = set(options) - SAMPLING_OPTIONS if temperature else set()
-        return _Prompt(number, tokens, options["until"], max_new_tokens, temperature, ignored)
+        return Prompt(number, tokens, options["until"], max_new_tokens, temperature, ignored)
 
-    def _generate(self, prompts: Sequence["_Prompt"], key: jax.Array) -> list[list[int]]:
-        """Return the tokens that follow each prompt, without the one that ends a document.
+    def _generate(self, prompts: Sequence[Prompt], key: jax.Array) -> list[list[int]]:
+        """Return the tokens that follow each prompt, without the end-of-document token.
 
-        As far as all prompts have tokens, they are read chunk by chunk, and from there on token by token.
+        Columns in which all prompts have tokens are read chunk by chunk, the rest token by token.
         """
         num_rows, chunk_size = self.exmp_batch.inputs.shape[0], self.config.infinite_eval_chunksize
         rows = [prompt.tokens for prompt in prompts]
@@ -397,7 +395,7 @@ class LMEvalEvaluation(ExtendedEvaluation):
         return [list(itertools.takewhile(lambda token: token != self.eos_token_id, row.tolist())) for row in answers]
 
     def _read_tokens(self, tokens: np.ndarray) -> PyTree:
-        """Return the state after some columns of tokens, which make whole chunks."""
+        """Return the state after columns of tokens; their number is a multiple of the chunk size."""
         trainer, reader = self.trainer, self._chunk_reader(self.config.infinite_eval_chunksize, len(tokens))
         no_document = np.zeros(len(tokens), np.int32)
         batch = LLMIndexedBatch.from_inputs(tokens, no_document, no_document, targets=tokens)
@@ -416,7 +414,7 @@ class LMEvalEvaluation(ExtendedEvaluation):
 def fuse_document_results(
     results_dict: Mapping[str, np.ndarray | tuple[np.ndarray, np.ndarray] | Any],
 ) -> list[tuple[float, bool]]:
-    """Join the rows of each document.
+    """Sum the rows of each document.
 
     Args:
         results_dict: The metrics of rows, as `LMEvalEvaluation.eval_model` returns them.
@@ -440,70 +438,3 @@ def log_info(msg: str) -> None:
     """Log a message in the first process."""
     if jax.process_index() == 0:
         LOGGER.info("%s", msg)
-
-
-class _Prompt(NamedTuple):
-    number: int
-    tokens: list[int]
-    until: list[str]
-    max_new_tokens: int
-    temperature: float
-    ignored: set[str]
-
-    @property
-    def options(self) -> tuple[int, float]:
-        return self.max_new_tokens, self.temperature
-
-
-def _batched(prompts: Sequence[_Prompt], size: int) -> Iterator[list[_Prompt]]:
-    """Yield prompts with the same options, at most `size` of them, those of similar length together."""
-    by_options = sorted(prompts, key=lambda prompt: (*prompt.options, -len(prompt.tokens)))
-    for _, group in itertools.groupby(by_options, key=lambda prompt: prompt.options):
-        alike = list(group)
-        for start in range(0, len(alike), size):
-            yield alike[start : start + size]
-
-
-def _numbers(result: Mapping[str, Any]) -> HostMetrics:
-    values = {name: math.nan if value == "N/A" else value for name, value in result.items()}
-    return {name: value for name, value in values.items() if isinstance(value, int | float)}
-
-
-@contextlib.contextmanager
-def _kept_random_states() -> Iterator[None]:
-    """Set the generators of Python and NumPy back at the end of a block: lm-eval seeds them, all others go on."""
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-
-
-def _create_lm(evaluation: LMEvalEvaluation) -> Any:
-    """Return an object of the class that lm-eval wants a model to have."""
-
-    class TrainedLM(_harness("api.model").LM):
-        @property
-        def tokenizer_name(self) -> str:
-            # lm-eval tells cached prompts apart by it, where chat templates are used.
-            return f"{evaluation.config.tokenizer_path}-{evaluation.config.apply_chat_template}"
-
-        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            return evaluation.loglikelihood(requests)
-
-        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            return evaluation.loglikelihood_rolling(requests)
-
-        def generate_until(self, requests: list[Any]) -> list[str]:
-            return evaluation.generate_until(requests)
-
-        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return evaluation.apply_chat_template(chat_history, add_generation_prompt)
-
-    return TrainedLM()
-
-
-def _harness(module: str) -> Any:
-    import_extra("lm_eval", extra="eval")
-    return importlib.import_module(f"lm_eval.{module}")
