@@ -1,4 +1,4 @@
-"""The memory of a compiled training step, and the error of one that a device has no room for."""
+"""The memory of a compiled training step, and the error if it does not fit on a device."""
 
 import contextlib
 import dataclasses
@@ -15,19 +15,19 @@ class CompiledMemory:
     """Bytes on a device that a compiled training step needs."""
 
     device_kind: str
-    """What it was compiled for. On `cpu`, the compiler computes in float32 what a model asks for in bfloat16, and keeps
-    much of it so: for another device, the temporaries are then an estimate, and rather too high."""
+    """The device that it was compiled for. The compiler for `cpu` computes bfloat16 operations in float32 and keeps
+    many results in float32, so its temporaries overestimate those of other devices."""
     arguments: int
     """State, batch and metrics, without arrays that the step does not read."""
     outputs: int
-    """Results that are written to no argument."""
+    """Results that do not alias an argument."""
     temporaries: int
-    """Gradients, activations, gathered parameters, logits and all else that lives within a step."""
+    """Gradients, activations, gathered parameters, logits and other temporaries of a step."""
     code: int
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled, device_kind: str) -> "CompiledMemory":
-        """Read it off a compiled program."""
+        """Read the memory of a compiled program."""
         statistics: Any = compiled.memory_analysis()
         if statistics is None:
             raise RuntimeError(f"The compiler for {device_kind!r} does not report how much memory a program needs.")
@@ -41,7 +41,7 @@ class CompiledMemory:
 
     @property
     def peak(self) -> int:
-        """All that is needed at once."""
+        """The sum of all parts."""
         return self.arguments + self.outputs + self.temporaries + self.code
 
 
@@ -68,7 +68,7 @@ def memory_limit(device: Any) -> int | None:
 
 @contextlib.contextmanager
 def out_of_memory_is_reported(device: Any) -> Iterator[None]:
-    """Turn the error of a program that ran out of memory into a `StepDoesNotFitError`."""
+    """Raise `StepDoesNotFitError` if a program runs out of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

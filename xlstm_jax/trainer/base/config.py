@@ -15,36 +15,36 @@ class TrainerConfig(ConfigDict):
     """How a run trains, validates, logs and calls back."""
 
     seed: int = 0
-    """Of the parameters, of dropout and of all else that is drawn in training."""
+    """The seed of the parameters, of dropout and of all other random numbers in training."""
     debug: bool = False
-    """Run step by step without compilation: slow, but one can stop and look anywhere."""
+    """Run without compilation: slow, but a debugger can stop anywhere."""
     deterministic: bool = False
-    """Compile steps that give the same bits in every run on a GPU: without atomic additions, and without autotuning,
-    which may choose other matmuls after a restart. Slower. CPUs and TPUs always give the same bits."""
+    """Compile steps that are bit-reproducible on a GPU: without atomic additions, and without autotuning, which may
+    choose other matmuls after a restart. Slower. CPUs and TPUs are always reproducible."""
     donate_train_state: bool = True
-    """Let a step overwrite the state it starts from; otherwise both are held at once."""
+    """Let a step overwrite its input state; otherwise both are in memory at once."""
     enable_progress_bar: bool = True
     gradient_accumulate_steps: int = 1
-    """Into how many minibatches each device splits its rows."""
+    """The number of minibatches that each device splits its rows into."""
     gradient_accumulate_scan: bool = False
-    """Scan over minibatches instead of compiling one after the other."""
+    """Scan over minibatches instead of unrolling them."""
     check_val_every_n_epoch: int = 1
-    """Validate after every n-th epoch; below 1, after none."""
+    """Validate after every n-th epoch; below 1, never."""
     check_val_every_n_steps: int = -1
-    """Validate after every n-th step; below 1, after none."""
+    """Validate after every n-th step; below 1, never."""
     check_val_at_end: bool = False
     """Validate after the last step too, if a run validates at all."""
     check_for_nan: bool = True
-    """Look for bad steps, and for NaN in what is logged."""
+    """Detect bad steps, and NaN in logged metrics."""
     bad_steps: BadStepConfig = dataclasses.field(default_factory=BadStepConfig)
     log_grad_norm: bool = True
     log_grad_norm_per_param: bool = False
     log_param_norm: bool = True
     log_param_norm_per_param: bool = False
     log_intermediates: bool = False
-    """Report what models sow."""
+    """Log the intermediates that models sow."""
     default_train_log_modes: list[str] = dataclasses.field(default_factory=lambda: ["mean"])
-    """Modes of training metrics that name none themselves."""
+    """Log modes of training metrics without their own."""
     intermediates_log_modes: list[str] = dataclasses.field(default_factory=lambda: ["mean"])
     logger: LoggerConfig | None = dataclasses.field(default_factory=LoggerConfig)
     callbacks: list[CallbackConfig] = dataclasses.field(default_factory=list)
@@ -68,7 +68,7 @@ class TrainerConfig(ConfigDict):
             refuse_ignored(self, {"bad_steps": "without check_for_nan"})
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name."""
+        """Return the fields that have no effect with the others, each with the reason."""
         reasons = {}
         if not self.log_grad_norm:
             reasons["log_grad_norm_per_param"] = "without log_grad_norm"

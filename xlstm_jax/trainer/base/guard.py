@@ -1,8 +1,8 @@
-"""Bad steps: an update that would spoil the parameters is recognised on the device and not applied.
+"""Bad steps: the device detects updates that would damage the parameters, and does not apply them.
 
-A step is bad if its loss or the norm of its gradients is not finite, or is many times their averages over the good
-steps so far. All devices decide alike. With the policy `skip` the run goes on with the next batch. With `stop` and
-`rollback` the state stays as it was before the first bad step, whatever steps follow, until the host looks.
+A step is bad if its loss or the norm of its gradients is not finite, or is many times the average over the good steps
+so far. All devices make the same decision. With the policy `skip` the run continues with the next batch. With `stop`
+and `rollback` the state stays that before the first bad step, and rejects all further updates, until the host reacts.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ AVERAGE_DECAY = 0.99
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class BadStepConfig(ConfigDict):
-    """Which steps are bad, and what then."""
+    """Which steps are bad, and how the run reacts."""
 
     policy: BadStepPolicy = "stop"
-    """`stop` ends the run; `skip` leaves the update out; `rollback` goes back to the last checkpoint and leaves the
-    batch out. In all cases the update is not applied."""
+    """`stop` ends the run; `skip` continues with the next batch; `rollback` returns to the last checkpoint and skips
+    the batch from then on. In all cases the update is not applied."""
     loss_spike_factor: float | None = None
-    """A loss of more than this many times its average is bad; `None` looks for NaN and infinity only."""
+    """A loss above this multiple of its average is bad; with `None`, only NaN and infinity are."""
     grad_norm_spike_factor: float | None = None
     """The same for the norm of the gradients."""
     spike_warmup_steps: int = 100
-    """Spikes are looked for after so many good steps."""
+    """The number of good steps before spikes are detected."""
     max_rollbacks: int = 10
-    """After so many rollbacks the run ends."""
+    """The number of rollbacks after which the run fails."""
     max_skipped_share: float = 0.1
     """With `skip`, a run that has skipped a larger share of its steps ends with the status `skipped`, not `success`."""
 
@@ -53,7 +53,7 @@ class BadStepConfig(ConfigDict):
         refuse_ignored(self, self.ignored_fields())
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name."""
+        """Return the fields that have no effect with the others, each with the reason."""
         readers = {"max_rollbacks": "rollback", "max_skipped_share": "skip"}
         reasons = {
             field: f"with the policy {self.policy}, only with {reader}"
@@ -66,12 +66,12 @@ class BadStepConfig(ConfigDict):
 
 
 class GuardState(NamedTuple):
-    """What the steps so far were like; a part of the train state."""
+    """Counts and averages of the steps so far; a part of the train state."""
 
     num_good: jax.Array
     num_bad: jax.Array
     first_bad: jax.Array
-    """The first bad step since the host last looked; 0 if there was none."""
+    """The first bad step since the last reset by the host; 0 if there was none."""
     loss_average: jax.Array
     grad_norm_average: jax.Array
 
@@ -82,7 +82,7 @@ class GuardState(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What becomes of a step."""
+    """The decision about a step."""
 
     is_bad: jax.Array
     is_frozen: jax.Array
@@ -90,7 +90,7 @@ class Verdict(NamedTuple):
 
     @property
     def is_applied(self) -> jax.Array:
-        """Whether the update counts."""
+        """Whether the update is applied."""
         return ~(self.is_bad | self.is_frozen)
 
 
@@ -143,5 +143,5 @@ def judge(
 
 
 def select(condition: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Choose between two trees."""
+    """Select one of two trees."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

@@ -7,9 +7,9 @@ from xlstm_jax.trainer.callbacks.callback import Callback
 
 
 class CallbackHooks:
-    """Runs hooks in the order of the callbacks, but with those that save states last, and first before a validation.
+    """Calls hooks in the order of the callbacks, but those that save states last, and first before a validation.
 
-    A subclass that overrides a hook calls it through `super`.
+    A subclass that overrides a hook calls the inherited one through `super`.
     """
 
     callbacks: list[Callback]
@@ -28,7 +28,7 @@ class CallbackHooks:
             callback.on_training_end()
 
     def on_training_interrupted(self, epoch_idx: int, step_idx: int) -> None:
-        """Run after the step in which a signal asked the run to stop."""
+        """Run after the step in which a signal interrupted the run."""
         for callback in self._in_order():
             callback.on_training_interrupted(epoch_idx=epoch_idx, step_idx=step_idx)
 

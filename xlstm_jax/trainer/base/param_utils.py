@@ -1,4 +1,4 @@
-"""What a tree of parameters holds: counts, norms, masks and a table to read."""
+"""Counts, norms, masks and tables of parameter trees."""
 
 import io
 import math
@@ -37,10 +37,10 @@ TABLE_WIDTH = 120
 def get_num_params(params: PyTree) -> int:
     """Count the parameters of a tree over all devices.
 
-    Inside `jax.shard_map` a box holds a device's part of an array, and the parts of the other devices are counted too.
+    Inside `jax.shard_map`, boxes hold the local shard of an array, and the shards of other devices are counted too.
 
     Args:
-        params: The tree. Leaves that are not arrays count nothing.
+        params: The tree. Leaves that are not arrays are not counted.
 
     Returns:
         The number of parameters.
@@ -57,7 +57,7 @@ def tabulate_params(
     """Summarize parameters in a table of at most 120 columns, sorted by name.
 
     Args:
-        state: The train state, or the parameters alone; shapes instead of arrays will do.
+        state: The train state, or the parameters alone; shapes instead of arrays suffice.
         show_weight_decay: Whether to show which parameters weight decay applies to.
         weight_decay_exclude: Patterns of the parameters without weight decay, as in the optimizer config.
         weight_decay_include: Patterns of the parameters with weight decay, as in the optimizer config.

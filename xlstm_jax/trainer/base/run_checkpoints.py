@@ -37,7 +37,7 @@ class RunCheckpoints:
         callbacks: The callbacks of the run.
         progress: The progress of the run.
         clock: The clock of the run.
-        heartbeat: The file that tells when an earlier start of the run ended.
+        heartbeat: The file from which the end of an earlier start of the run is known.
     """
 
     def __init__(self, callbacks: Sequence[Callback], progress: Progress, clock: Clock, heartbeat: Heartbeat):
@@ -94,7 +94,7 @@ class RunCheckpoints:
         self.callback.save_state(self._progress.step)
 
     def run_state(self) -> dict[str, Any]:
-        """Return what a checkpoint saves of the run beside arrays, configs and the position in the data."""
+        """Return the progress and the clock of the run, for a checkpoint."""
         return {**self._progress.to_document(), "clock": self._clock.id, "seconds": self._clock.seconds}
 
     def restore_run(self, state_dict: Mapping[str, Any], step: int) -> None:

@@ -1,4 +1,4 @@
-"""Numbers that every run reports: throughput, utilisation, memory, and where the time went."""
+"""Metrics that every run reports: throughput, utilisation, memory, and where the time goes."""
 
 import functools
 import logging
@@ -24,18 +24,18 @@ GIB = 2**30
 
 
 class RunMonitor:
-    """Counts tokens and computes the numbers of a row.
+    """Counts tokens and computes the metrics of the run for each row of the log.
 
     Args:
         clock: Measures where the time goes.
         progress: Counts the tokens.
-        model_config: The shape of the model; that of ours gives a utilisation.
+        model_config: The shape of the model; the utilisation is known for `XLSTMConfig` and `LlamaConfig`.
         num_devices: The devices of the mesh.
 
     Attributes:
         num_bad: Bad steps so far, as of the last row.
-        data_wait: Seconds that the host waited for batches since the last row.
-        data_statistics: Returns what the data tells of itself.
+        data_wait: Seconds that the host has waited for batches since the last row.
+        data_statistics: Returns the statistics of the train loader.
     """
 
     def __init__(self, clock: Clock, progress: Progress, model_config: Any, num_devices: int):
@@ -51,7 +51,7 @@ class RunMonitor:
         self._last_seconds = clock.seconds
 
     def start(self, step: int) -> None:
-        """Begin to count at a step."""
+        """Start counting at a step."""
         self._last = (step, self.progress.tokens_seen)
         self._last_seconds = self.clock.seconds
         self.data_wait = 0.0
@@ -63,7 +63,7 @@ class RunMonitor:
             self._sequence_length = inputs.shape[1] if inputs.ndim == 2 else 0
 
     def __call__(self, row: dict[str, Any], step: int) -> Mapping[str, Any]:
-        """Compute the numbers of a row."""
+        """Compute the metrics of a row."""
         last_step, last_tokens = self._last
         num_steps, num_tokens = step - last_step, self.progress.tokens_seen - last_tokens
         seconds = self.clock.seconds
@@ -88,11 +88,11 @@ class RunMonitor:
 
 
 def mfu_flops(model_config: Any, sequence_length: int) -> dict[str, float]:
-    """Return the FLOPs of a token that each definition of model FLOPs utilisation counts; none for models not ours.
+    """Return the FLOPs of a token by definition of model FLOPs utilisation; empty without a FLOP model.
 
-    `mfu`, the one that is meant without a further word: what every implementation of the model has to compute (see
-    `models.cost.Flops`), so the lookup of embeddings is free and attention costs by the length of the sequence.
-    `mfu_6n`: six for each parameter, embedding table included, as papers often count.
+    `mfu`, the default definition: the FLOPs that every implementation of the model needs (see `models.cost.Flops`), so
+    embedding lookups are free and the cost of attention depends on the sequence length. `mfu_6n`: six per parameter,
+    embedding table included, as in many papers.
     """
     flops = flops_per_token(model_config, sequence_length)
     if not flops:
@@ -101,20 +101,20 @@ def mfu_flops(model_config: Any, sequence_length: int) -> dict[str, float]:
 
 
 def flops_per_token(model_config: Any, sequence_length: int) -> float:
-    """Return the FLOPs of a token in training; 0 for models that are not ours."""
+    """Return the FLOPs of a token in training; 0 for models without a FLOP model."""
     if not isinstance(model_config, XLSTMConfig | LlamaConfig) or sequence_length < 2:
         return 0.0
     return model_cost(model_config, sequence_length=sequence_length).flops_per_token.model
 
 
 def device_memory() -> int:
-    """Return the most bytes that a device of this process has held; on a CPU, what the process has."""
+    """Return the peak memory in bytes of the devices of this process; on a CPU, of the process."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
     return max(peaks) or _process_memory()
 
 
 def peak_flops(num_devices: int) -> float:
-    """Return the FLOPs a second that the devices can reach; what is in no table is measured once."""
+    """Return the peak FLOPs per second of the devices; unknown devices are measured once."""
     kind = jax.devices()[0].device_kind
     accelerator = of_device_kind(kind)
     if accelerator is not None:
@@ -125,7 +125,7 @@ def peak_flops(num_devices: int) -> float:
 
 @functools.cache
 def measured_flops(device: Any) -> float:
-    """Return the FLOPs a second that a few matrix products reach on a device."""
+    """Return the FLOPs per second of a few matmuls on a device."""
     size = MEASURED_SIZE
     x = jax.device_put(jnp.ones((size, size)), device)
     product = jax.jit(jnp.matmul)
@@ -140,7 +140,7 @@ def measured_flops(device: Any) -> float:
 
 
 def _process_memory() -> int:
-    """Return the resident bytes of this process, where the system says so."""
+    """Return the peak resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         with open("/proc/self/status", encoding="utf-8") as status:
             sizes = [line.split()[1] for line in status if line.startswith("VmHWM:")]

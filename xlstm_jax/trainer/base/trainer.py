@@ -281,7 +281,7 @@ class TrainerModule(TrainingProgram, CallbackHooks):
         val_loader: DataLoaders | None,
         test_loader: DataLoaders | None,
     ) -> None:
-        """Log what is trained, on what, and where."""
+        """Log the sizes of model and data, and the mesh."""
         step = self.global_step
         sizes = {
             "num_params": self.get_num_params(),
@@ -489,7 +489,7 @@ class TrainerModule(TrainingProgram, CallbackHooks):
         raise ValueError(f"{cls.__name__} does not know what its {num_rows} rows look like: pass an exmp_input.")
 
     def run_state(self) -> dict[str, Any]:
-        """Return what a checkpoint saves of the run beside arrays, configs and the position in the data."""
+        """Return the progress and the clock of the run, for a checkpoint."""
         return self.checkpoints.run_state()
 
     def state_is_good(self) -> bool:

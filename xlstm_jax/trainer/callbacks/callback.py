@@ -73,7 +73,7 @@ class Callback:
         """Run after the last step."""
 
     def on_training_interrupted(self, epoch_idx: int, step_idx: int) -> None:
-        """Run after the step in which a signal asked the run to stop."""
+        """Run after the step in which a signal interrupted the run."""
 
     def on_training_epoch_start(self, epoch_idx: int) -> None:
         """Run before each epoch; epochs count from 1."""

@@ -1,4 +1,4 @@
-"""The end of a run that no longer gets better."""
+"""Early stopping: ends a run that no longer improves."""
 
 import dataclasses
 import logging
@@ -18,16 +18,16 @@ Mode = Literal["min", "max"]
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class EarlyStoppingConfig(CallbackConfig):
-    """What has to get better, and how soon."""
+    """The metric that has to improve, and how soon."""
 
     monitor: str
     """A metric of validations, such as `loss`; that of a named set is `<set>_<metric>`."""
     mode: Mode = "min"
-    """Whether less or more of it is better."""
+    """Whether lower or higher values are better."""
     patience: int = 3
-    """After how many validations in a row without improvement the run stops."""
+    """The number of validations in a row without improvement after which the run stops."""
     min_delta: float = 0.0
-    """What is better by no more than this is no improvement."""
+    """The smallest improvement that counts."""
 
     def __post_init__(self):
         self._check_runs_in_all_processes()
@@ -47,17 +47,17 @@ class EarlyStoppingConfig(CallbackConfig):
 class EarlyStopping(Callback):
     """Stops a run after some validations without improvement.
 
-    A metric that is not finite is no improvement. A run that has stopped and is started again from its last checkpoint
-    stops at once; with more patience, it goes on.
+    A metric that is not finite is no improvement. A run that was stopped early and is resumed from its last checkpoint
+    stops at once, unless its patience was raised.
 
     Args:
-        config: What has to get better.
+        config: The metric that has to improve.
         trainer: The trainer.
         data_module: The data of the run.
 
     Attributes:
         best: The best value so far, or `None`.
-        num_without_improvement: How many validations there were since then.
+        num_without_improvement: The number of validations since then.
     """
 
     def __init__(self, config: EarlyStoppingConfig, trainer: TrainerLike, data_module: DataloaderModule | None = None):
@@ -67,11 +67,11 @@ class EarlyStopping(Callback):
         self.num_without_improvement = 0
 
     def on_training_start(self) -> None:
-        """Stop a run that has already ended."""
+        """Stop a resumed run that is out of patience."""
         self._stop_if_out_of_patience()
 
     def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
-        """Compare the metric with the best one."""
+        """Compare the metric with its best value."""
         monitor = self.config.monitor
         if monitor not in eval_metrics:
             raise ValueError(
@@ -86,7 +86,7 @@ class EarlyStopping(Callback):
         self._stop_if_out_of_patience()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and how long ago it was."""
+        """Return the best value and the number of validations since then."""
         return {
             "monitor": self.config.monitor,
             "best": self.best,
@@ -94,7 +94,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; values of another metric say nothing about this one."""
+        """Restore from a checkpoint, unless it monitored another metric."""
         is_known = state_dict.get("monitor") == self.config.monitor
         self.best = state_dict["best"] if is_known else None
         self.num_without_improvement = state_dict["num_without_improvement"] if is_known else 0

@@ -1,4 +1,4 @@
-"""A moving average of the parameters, which often is the better model."""
+"""An exponential moving average of the parameters, which often is the better model."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from xlstm_jax.utils.partitioned import map_unboxed
 ITEM = "ema_params"
 """The name of the average in a checkpoint."""
 MODE = "val_ema"
-"""Under what the metrics of the average are logged."""
+"""The mode that the metrics of the average are logged in."""
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
@@ -29,7 +29,7 @@ class ParameterEMAConfig(CallbackConfig):
 
     every_n_steps: int = 1
     decay: float = 0.999
-    """How much of the average is kept by an update. It remembers about `every_n_steps / (1 - decay)` steps."""
+    """The weight of the old average in an update. The average covers about `every_n_steps / (1 - decay)` steps."""
     evaluate: bool = True
     """Whether each validation is followed by one of the average, in mode `val_ema`."""
 
@@ -50,8 +50,8 @@ class ParameterEMAConfig(CallbackConfig):
 class ParameterEMA(Callback):
     """Averages the parameters over the steps: `average = decay * average + (1 - decay) * params`.
 
-    The average is float32, whatever the parameters are, and lies where they do. It starts as a copy of them, so there
-    is no bias to correct. An update is one program on the devices, which overwrites the average; nobody waits for it.
+    The average is always float32, with the sharding of the parameters. It starts as a copy of them, so there is no bias
+    to correct. An update is one program that overwrites the average on the devices, and the host does not wait for it.
 
     Args:
         config: How to average.
@@ -71,14 +71,14 @@ class ParameterEMA(Callback):
 
     @property
     def params(self) -> PyTree:
-        """The average; before training, a copy of the parameters as they are."""
+        """The average; before training, a copy of the parameters."""
         if self._params is None:
             self._params = self._copy(self.trainer.state.params)
         return self._params
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Let the average be the parameters of the trainer for the time of a block, which must not train."""
+        """Replace the parameters of the trainer by the average within a block, which must not train."""
         state = self.trainer.state
         params = map_unboxed(_placed_like, state.params, self.params)
         self.trainer.state = state.replace(params=params, opt_state=started_from(state.opt_state, params))
@@ -88,12 +88,12 @@ class ParameterEMA(Callback):
             self.trainer.state = state
 
     def on_training_start(self) -> None:
-        """Start the average, unless it goes on."""
+        """Start the average, unless it was restored."""
         if self._params is None:
             self._params = self._copy(self.trainer.state.params)
 
     def on_filtered_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
-        """Update the average. A step that was bad has left the parameters as they were."""
+        """Update the average. A bad step has not changed the parameters."""
         self._params = self._update(self.params, self.trainer.state.params)
 
     def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
@@ -104,11 +104,11 @@ class ParameterEMA(Callback):
                 self.trainer.eval_model(val_loader, mode=MODE, epoch_idx=epoch_idx)
 
     def arrays(self) -> dict[str, PyTree]:
-        """Return the average for a checkpoint."""
+        """Return the average."""
         return {ITEM: self.params}
 
     def load_arrays(self, arrays: Mapping[str, PyTree]) -> None:
-        """Go on from the average of a checkpoint; without one, start again from the parameters."""
+        """Restore the average of a checkpoint; without one, restart it from the parameters."""
         stored = arrays.get(ITEM)
         if stored is not None:
             stored = map_unboxed(
@@ -129,5 +129,5 @@ def _updated(average: PyTree, params: PyTree, *, decay: float) -> PyTree:
 
 
 def _placed_like(param: jax.Array, average: jax.Array) -> jax.Array:
-    # The same dtype and sharding as the parameter, for which the evaluation was compiled.
+    # The dtype and the sharding of the parameter, for which the evaluation was compiled.
     return jax.device_put(average.astype(param.dtype), param.sharding)

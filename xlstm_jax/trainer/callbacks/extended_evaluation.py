@@ -1,7 +1,7 @@
-"""Evaluations of your own beside the loss: a subclass writes what a device computes from its rows.
+"""Custom evaluations in addition to the loss: a subclass implements the metrics of a device's rows.
 
-It runs inside `jax.shard_map` on every mesh, compiled once. Its metrics are summed, or put one after the other in the
-order of the rows of the batch, over devices first and then over batches.
+They are computed inside `jax.shard_map` on any mesh, in one compiled program. Metrics are summed, or concatenated in
+the order of the rows of the batch, first over devices and then over batches.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ EvalStep = Callable[[Any, Batch, Metrics | None], ImmutableMetrics]
 
 
 class EvalState(struct.PyTreeNode):
-    """What an evaluation needs of a train state: no optimizer state.
+    """The part of a train state that an evaluation needs, without the optimizer state.
 
-    As in a train state, the fields hold arrays, but also what a tree map makes of them.
+    As in a train state, fields hold arrays, or the results of a tree map over them.
 
     Args:
         step: The number of training steps so far.
         rng: The random key of the train state.
         apply_fn: Usually `model.apply`.
         params: The parameters.
-        mutable_variables: Variables of the model that are no parameters.
+        mutable_variables: Variables of the model that are not parameters.
     """
 
     step: Any
@@ -54,7 +54,7 @@ class EvalState(struct.PyTreeNode):
 
     @classmethod
     def from_train_state(cls, *, train_state: TrainState) -> "EvalState":
-        """Take over what a train state has of it; the parameters are those that its optimizer evaluates with."""
+        """Take the parts of a train state; the parameters are those that its optimizer evaluates with."""
         return cls(
             step=train_state.step,
             rng=train_state.rng,
@@ -65,13 +65,13 @@ class EvalState(struct.PyTreeNode):
 
     @classmethod
     def create(cls, *, apply_fn: Callable, params: PyTree, **kwargs: Any) -> "EvalState":
-        """Make a state at step 0; further arguments are fields."""
+        """Create a state at step 0; further arguments are fields."""
         return cls(apply_fn=apply_fn, params=params, **{"step": 0, **kwargs})
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class ExtendedEvaluationConfig(CallbackConfig):
-    """When an evaluation runs, and under what it is logged."""
+    """When an evaluation runs, and in which mode it is logged."""
 
     log_mode: str = "extended"
     """Results are logged in the modes `val_<log_mode>` and `test_<log_mode>`."""
@@ -85,20 +85,20 @@ class ExtendedEvaluationConfig(CallbackConfig):
 
 
 def device_metrics_aggregation(trainer: TrainerLike, metrics: StepMetrics | Mapping[str, Any]) -> StepMetrics:
-    """Join the step metrics of all devices, inside `jax.shard_map`.
+    """Reduce the step metrics over all devices, inside `jax.shard_map`.
 
-    The devices of the pipeline and model axes work on the same rows, and the first of them counts: metrics may be the
-    same on all of them, or zero on all but the first, as those of `LLMTrainer.loss_function` are.
+    The devices of the pipeline and model axes work on the same rows, and only the first of them counts: metrics may be
+    the same on all of them, or zero on all but the first, as those of `LLMTrainer.loss_function` are.
 
     Args:
-        trainer: The trainer, which knows the mesh axes.
+        trainer: The trainer, for the mesh axes.
         metrics: The metrics of this device. Arrays of the modes `single_noreduce` and `single_noreduce_wcount` have the
             rows as their first axis.
 
     Returns:
-        The metrics of the whole batch, the same on all devices. Those two modes have the rows of all devices, in the
-        order of the batch; the second also in its counts. All else is summed, but of metrics whose only mode is `max`
-        the largest is taken.
+        The metrics of the whole batch, the same on all devices. Arrays of those two modes have the rows of all devices
+        in the order of the batch; the second mode also in its counts. Other metrics are summed, or the maximum is taken
+        if `max` is their only mode.
     """
     data_axes = (trainer.data_axis_name, trainer.fsdp_axis_name)
     shared_axes = (trainer.pipeline_axis_name, trainer.model_axis_name)
@@ -115,10 +115,10 @@ def device_metrics_aggregation(trainer: TrainerLike, metrics: StepMetrics | Mapp
 
 
 class ExtendedEvaluation(Callback):
-    """Runs an evaluation before validations and tests, on their data, and logs what it finds.
+    """Runs an evaluation before validations and tests, on their data, and logs its metrics.
 
-    A subclass writes `eval_function`; that is enough. What `finalize_metrics` returns is logged as it is. To evaluate
-    on other data or at other times, override the hooks, or call `eval_model`; with `every_n_epochs` below 1, only such
+    A subclass has to implement `eval_function` only. The result of `finalize_metrics` is logged unchanged. To evaluate
+    on other data or at other times, override the hooks or call `eval_model`; with `every_n_epochs` below 1, only such
     calls evaluate.
 
     Args:
@@ -142,7 +142,7 @@ class ExtendedEvaluation(Callback):
         self._eval_metric_shapes: dict[Any, PyTree] | None = None
         self.create_jitted_functions()
 
-    # What a subclass may override.
+    # Methods to override.
 
     def create_modified_exemplary_batch(self, exmp_batch: Batch) -> Batch:
         """Turn the example batch of the trainer into one of this evaluation, which may have further arrays."""
@@ -151,34 +151,34 @@ class ExtendedEvaluation(Callback):
     def eval_function(
         self, params: Any, apply_fn: Any, batch: Batch, rng: jax.Array
     ) -> tuple[StepMetrics | Mapping[str, Any], PyTree]:
-        """Compute the metrics of a device's rows, inside `jax.shard_map`. A subclass writes it.
+        """Compute the metrics of a device's rows, inside `jax.shard_map`. A subclass implements it.
 
-        Where it has a parameter `mutable_variables`, it also gets those of the state.
+        If it has a parameter `mutable_variables`, it also gets those of the state.
 
         Args:
             params: The parameters, this device's part of them.
-            apply_fn: The `apply` of the model.
+            apply_fn: The `apply` method of the model.
             batch: This device's rows. Devices of the pipeline and model axes have the same ones, and have to return the
                 same metrics, or zeros on all but the first of them.
             rng: A random key, the same for all devices and batches; `fold_rng_over_axis` makes one for each device.
 
         Returns:
-            A tuple of metrics and mutable variables; an evaluation changes no variables, so `None` will do. A metric is
-            a number or `{"value": ..., "count": ..., "log_modes": [...]}`, where the value is a sum over `count` items;
-            with a count for each element, it is an array of sums. The modes `single_noreduce` and
-            `single_noreduce_wcount` keep an entry for each row instead: rows are the first axis of the value, and in
-            the second mode also of the count.
+            A tuple of metrics and mutable variables; an evaluation changes no variables, so `None` suffices. A metric
+            is a number or `{"value": ..., "count": ..., "log_modes": [...]}`, where the value is a sum over `count`
+            items; with a count for each element, it is an array of sums. The modes `single_noreduce` and
+            `single_noreduce_wcount` keep one entry per row instead: rows are the first axis of the value, and in the
+            second mode also of the count.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `eval_function`, which computes its metrics.")
 
     def aggregate_metrics(
         self, aggregated_metrics: Mapping[str, Any], eval_metrics: Metrics | Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Collect the metrics of one batch after the other on the host; see `metrics.aggregate_metrics`.
+        """Add the metrics of a batch to those on the host; see `metrics.aggregate_metrics`.
 
         Args:
             aggregated_metrics: The result of the previous call, or an empty dictionary.
-            eval_metrics: What `eval_step` returned. Sums go on over batches on the device; rows are those of the batch.
+            eval_metrics: The result of `eval_step`: sums over all batches so far, and the rows of this batch.
 
         Returns:
             The metrics including those of the batch.
@@ -186,13 +186,13 @@ class ExtendedEvaluation(Callback):
         return aggregate_metrics(aggregated_metrics, eval_metrics)
 
     def finalize_metrics(self, aggregated_metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Turn the metrics of a data set into those to report: a sum over its count, arrays as they are.
+        """Turn the metrics of a data set into those to report: sums over counts, and arrays unchanged.
 
         Args:
-            aggregated_metrics: What `aggregate_metrics` returned for the last batch.
+            aggregated_metrics: The result of `aggregate_metrics` for the last batch.
 
         Returns:
-            The metrics, named as those of any evaluation: `<name>`, or `<name>_<mode>` where a mode is given.
+            The metrics, named as in any evaluation: `<name>`, or `<name>_<mode>` for a mode other than the default.
         """
         _, host_metrics = get_metrics(dict(aggregated_metrics), reset_metrics=False)
         return host_metrics
@@ -206,7 +206,7 @@ class ExtendedEvaluation(Callback):
     # The program of the evaluation.
 
     def create_jitted_functions(self) -> None:
-        """Compile the step when it is first called; in a debugging run, leave it as it is."""
+        """Create the step, compiled at its first call unless the trainer debugs."""
         step = self.create_evaluation_step_function()
         self.eval_step = compile_step(step, donate=(), debug=self.trainer.trainer_config.debug)
 
@@ -214,8 +214,7 @@ class ExtendedEvaluation(Callback):
         """Return the step over global arrays.
 
         Returns:
-            A function `(state, batch, metrics) -> metrics`. It takes an `EvalState`, or a train state of which it makes
-            one.
+            A function `(state, batch, metrics) -> metrics` of an `EvalState` or a train state.
         """
         trainer, takes_variables = self.trainer, takes_argument(self.eval_function, "mutable_variables")
 
@@ -243,10 +242,10 @@ class ExtendedEvaluation(Callback):
 
         Args:
             batch: A batch to infer shapes from; `exmp_batch` by default.
-            alternative_eval_step: What is called in place of `eval_step`, if anything is.
+            alternative_eval_step: A function that is called instead of `eval_step`.
 
         Returns:
-            Zeros of the shapes of the metrics.
+            Zeros with the shapes of the metrics.
         """
         batch = self.exmp_batch if batch is None else batch
         step = self.eval_step if alternative_eval_step is None else alternative_eval_step
@@ -266,7 +265,7 @@ class ExtendedEvaluation(Callback):
 
         Args:
             data_loader: The batches, or several sets of them by name.
-            mode: What the data are, such as `val` or `test`.
+            mode: The name of the data, such as `val` or `test`.
             epoch_idx: The index of the epoch.
 
         Returns:
@@ -350,7 +349,7 @@ def _gather_over_devices(name: str, element: Any, data_axes: tuple[str, str]) ->
 
 
 def _checked(result: Any) -> Mapping[str, Any]:
-    """Return the metrics of what an `eval_function` returned, or say what is wrong with it."""
+    """Return the metrics in the result of an `eval_function`, or raise an error that explains a wrong result."""
     if not (isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[0], Mapping)):
         raise ValueError(
             "eval_function has to return (metrics, mutable_variables): a dictionary, and `None` where there are no "

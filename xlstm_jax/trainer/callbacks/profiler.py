@@ -1,4 +1,4 @@
-"""Traces of a few steps now and then, to look at in TensorBoard or Perfetto."""
+"""Profiler traces of a few steps at intervals, for TensorBoard or Perfetto."""
 
 import contextlib
 import dataclasses
@@ -26,11 +26,11 @@ class JaxProfilerConfig(CallbackConfig):
     every_n_steps: int = -1
     main_process_only: bool = True
     profile_every_n_minutes: int | float = 60
-    """How long after a trace the next one starts, and the first one after the start of training; below 0, never."""
+    """The minutes between two traces, and from the start of training to the first; below 0, never."""
     profile_first_step: int = 10
-    """After this step a trace starts; below 1, after none."""
+    """The step after which a trace starts; below 1, none."""
     profile_n_steps: int = 5
-    """How many steps are in a trace, unless an epoch or a validation ends it."""
+    """The number of steps of a trace, unless an epoch or a validation ends it."""
     profile_log_dir: str = "tensorboard"
     """The folder of the traces, inside the folder of the run."""
 
@@ -48,8 +48,8 @@ class JaxProfilerConfig(CallbackConfig):
 class JaxProfiler(Callback):
     """Writes traces to `<log_path>/<profile_log_dir>/plugins/profile`.
 
-    A trace waits for the devices before it starts and before it ends, so that it holds its steps and no others. It ends
-    early rather than hold a validation, and with the run, however that ends.
+    The callback waits for the devices before a trace starts and before it ends, so the trace has exactly its steps. A
+    trace ends early before a validation and at the end of the run.
 
     Args:
         config: Which steps to trace.
@@ -65,15 +65,15 @@ class JaxProfiler(Callback):
         self.log_path = Path(trainer.log_path) / config.profile_log_dir
         self._is_active = not config.main_process_only or jax.process_index() == 0
         self._last_step: int | None = None
-        """Of the trace that is open."""
+        """The last step of the open trace."""
         self._last_time = time.monotonic()
 
     def on_training_start(self) -> None:
-        """Start to count the minutes."""
+        """Start the timer."""
         self._last_time = time.monotonic()
 
     def on_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
-        """Start or end a trace, if it is time to."""
+        """Start or end a trace if due."""
         if self._last_step is not None:
             if step_idx >= self._last_step:
                 self.stop_trace()
@@ -119,6 +119,6 @@ class JaxProfiler(Callback):
         return step_idx == self.config.profile_first_step or 0 <= 60 * minutes <= time.monotonic() - self._last_time
 
     def _wait_for_devices(self) -> None:
-        # A step that failed has taken its state with it; whoever reads that next tells so better.
+        # A failed step has donated its state; the next read of the state raises the clearer error.
         with contextlib.suppress(RuntimeError):
             jax.block_until_ready(self.trainer.state.step)

@@ -21,18 +21,18 @@ from xlstm_jax.trainer.run.trainer_like import TrainerLike
 LOGGER = logging.getLogger(__name__)
 
 SLOW_SECONDS = 1.0
-"""A report that is written faster is written after every validation."""
+"""Reports that take less time are written after every validation."""
 LARGEST_SHARE = 0.02
-"""How much of the time of a run slower reports may take."""
+"""The share of the time of a run that slower reports may take."""
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class RunReportConfig(CallbackConfig):
-    """After which validations the report is written, and what it compares with."""
+    """When the report is written, and the references that it shows."""
 
     main_process_only: bool = True
     references: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Bits per byte by name, such as those of compressors; each is a line beside the curves of the run."""
+    """Bits per byte by name, such as those of compressors; each is drawn as a line."""
 
     def __post_init__(self):
         bad = {name: value for name, value in self.references.items() if not math.isfinite(value) or value <= 0}
@@ -49,11 +49,11 @@ class RunReportConfig(CallbackConfig):
 class RunReport(Callback):
     """Writes `environment.json` and `parameters.json` when training starts, and `report.html` after validations.
 
-    The first process does all of it. Put it after callbacks whose files it is to show, such as samples. A failure does
-    not end the run: a warning says so, once. Without a folder of the run, nothing is written.
+    Only the first process writes. Put this callback after those whose files it shows, such as samples. A failure does
+    not end the run and is logged once. Without a folder of the run, nothing is written.
 
     Args:
-        config: When to write, and what to compare with.
+        config: When to write, and the references.
         trainer: The trainer.
         data_module: The data of the run.
     """
@@ -66,20 +66,20 @@ class RunReport(Callback):
         self._last_end, self._last_seconds = -math.inf, 0.0
 
     def on_training_start(self) -> None:
-        """Write down what runs, and on what."""
+        """Record the environment and the parameters of the run."""
         self._has_started = True
         step, references = self.trainer.global_step, self.config.references
         self._try(lambda folder: record_start(folder, step=step, references=references))
         self._try(lambda folder: record_parameters(folder, self.trainer.state.params))
 
     def on_filtered_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
-        """Write the report, unless it takes too much of the time."""
+        """Write the report, unless reports take too large a share of the time."""
         pause = 0.0 if self._last_seconds < SLOW_SECONDS else self._last_seconds / LARGEST_SHARE
         if time.monotonic() - self._last_end >= pause:
             self._try(self._write)
 
     def finalize(self, status: str | None = None) -> None:
-        """Write the report of the whole run, if there was one."""
+        """Write the report of the whole run, if it was started."""
         if not self._has_started:
             return
         self._has_started = False

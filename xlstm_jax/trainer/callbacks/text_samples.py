@@ -1,4 +1,4 @@
-"""Text that the model writes at each evaluation, to see with one's own eyes what it has learnt."""
+"""Samples of text that the model generates at each evaluation."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from xlstm_jax.trainer.token_check import TokenCheck
 LOGGER = logging.getLogger(__name__)
 
 LOGGED_CHARACTERS = 80
-"""How much of a sample is in the log; the file has all of it."""
+"""The characters of a sample in the log; the file has the whole sample."""
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
@@ -75,12 +75,13 @@ class GeneratingTrainer(Protocol):
 
 
 class TextSamples(Callback):
-    """Writes samples to `<log_path>/samples/step_<step>.txt`, and how they begin to the log.
+    """Writes samples to `<log_path>/samples/step_<step>.txt`, and logs their beginnings.
 
-    All are generated together, by a program that is compiled once. The same parameters give the same samples.
+    All samples are generated in one batch, by a program that is compiled once. The same parameters give the same
+    samples.
 
     Args:
-        config: What to continue.
+        config: The prompts and how to continue them.
         trainer: A trainer with `get_generate_fn`, such as `LLMTrainer`.
         data_module: The data of the run.
     """
@@ -95,7 +96,7 @@ class TextSamples(Callback):
             encoder = TextEncoder(str(given))
             known, self.tokenizer = Vocabulary.of_tokenizer(encoder), encoder.tokenizer
         self._prompts = [self._encode(prompt) for prompt in config.prompts for _ in range(config.num_samples)]
-        if known is not None:  # Of all its token ids, only those of the prompts are given to the model.
+        if known is not None:  # The model gets only the token ids of the prompts.
             self.vocabulary = dataclasses.replace(known, size=1 + max(map(max, self._prompts)))
         if not isinstance(trainer, GeneratingTrainer):
             raise ConfigError(

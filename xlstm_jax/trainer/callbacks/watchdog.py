@@ -1,4 +1,4 @@
-"""The end of a run that hangs: better an exit that can be restarted than devices that wait for ever."""
+"""A watchdog that ends a hanging run, so that it can be restarted instead of blocking its devices."""
 
 import dataclasses
 import faulthandler
@@ -16,26 +16,26 @@ from xlstm_jax.trainer.run.trainer_like import TrainerLike
 LOGGER = logging.getLogger(__name__)
 
 HANG_EXIT_CODE = 75
-"""The code of a run that made no step within its deadline. In `sysexits.h` it means that trying again may help."""
+"""The exit code of a run without a step within its deadline: `EX_TEMPFAIL` of `sysexits.h`, a temporary failure."""
 LOOKS_PER_DEADLINE = 20
 LONGEST_WAIT_SECONDS = 10.0
 REPORT_SECONDS = 30.0
-"""How long a report may take: what hangs may be the disk that it is written to."""
+"""The limit for writing a report, as the disk may be what hangs."""
 STDERR = 2
-"""The file descriptor: `sys.stderr` may be no file."""
+"""The file descriptor, as `sys.stderr` may not be a file."""
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class HangWatchdogConfig(CallbackConfig):
-    """How long nothing may happen."""
+    """The deadlines of a run."""
 
     deadline_minutes: float = 30.0
-    """From one step to the next."""
+    """The time from one step to the next."""
     first_deadline_minutes: float = 60.0
-    """Until the end of the first step, which is compiled."""
+    """The time until the end of the first step, compilation included."""
     validation_deadline_minutes: float | None = None
-    """From the start of a validation or test to its end, and from there to the next step; `None` for that of the
-    first step."""
+    """The time from the start of a validation or test to its end, and from there to the next step; by default, the
+    deadline of the first step."""
 
     def __post_init__(self):
         for name in ("deadline_minutes", "first_deadline_minutes", "validation_deadline_minutes"):
@@ -51,10 +51,10 @@ class HangWatchdogConfig(CallbackConfig):
 
 
 class HangWatchdog(Callback):
-    """Ends the process with `HANG_EXIT_CODE` if a run does not get on.
+    """Ends the process with `HANG_EXIT_CODE` if a run hangs.
 
-    Where all threads are is written to stderr and to `<log_path>/hang_<pid>.txt` first. Time in which the process is
-    stopped does not count. What hangs without letting other threads run cannot be caught.
+    The stacks of all threads are written to stderr and to `<log_path>/hang_<pid>.txt` first. Time in which the process
+    is suspended does not count. Code that blocks all other threads cannot be detected.
 
     Args:
         config: The deadlines.
@@ -72,7 +72,7 @@ class HangWatchdog(Callback):
         self._thread: threading.Thread | None = None
 
     def on_training_start(self) -> None:
-        """Start to watch."""
+        """Start the watchdog thread."""
         self.finalize()
         self._has_ended.clear()
         self._see(self._first)
@@ -80,43 +80,43 @@ class HangWatchdog(Callback):
         self._thread.start()
 
     def on_training_epoch_start(self, epoch_idx: int) -> None:
-        """See that the run gets on."""
+        """Restart the current deadline."""
         self._see(self._deadline)
 
     def on_training_step(self, step_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
-        """Expect the next step."""
+        """Start the deadline of the next step."""
         self._see(self._step)
 
     def on_training_epoch_end(self, train_metrics: Mapping[str, Any], epoch_idx: int) -> None:
-        """See that the run gets on."""
+        """Restart the current deadline."""
         self._see(self._deadline)
 
     def on_validation_epoch_start(self, epoch_idx: int, step_idx: int) -> None:
-        """Expect a validation."""
+        """Start the deadline of a validation."""
         self._see(self._validation)
 
     def on_validation_epoch_end(self, eval_metrics: Mapping[str, Any], epoch_idx: int, step_idx: int) -> None:
-        """Expect what other callbacks do after a validation."""
+        """Start a deadline for other callbacks after the validation."""
         self._see(self._validation)
 
     def on_training_end(self) -> None:
-        """Expect that a checkpoint is loaded for the test."""
+        """Start a deadline for loading the checkpoint to test."""
         self._see(self._validation)
 
     def on_training_interrupted(self, epoch_idx: int, step_idx: int) -> None:
-        """Expect that a checkpoint is written."""
+        """Start a deadline for writing a checkpoint."""
         self._see(self._validation)
 
     def on_test_epoch_start(self, epoch_idx: int) -> None:
-        """Expect a test."""
+        """Start the deadline of a test."""
         self._see(self._validation)
 
     def on_test_epoch_end(self, test_metrics: Mapping[str, Any], epoch_idx: int) -> None:
-        """Expect the end of the run."""
+        """Start a deadline for the end of the run."""
         self._see(self._validation)
 
     def finalize(self, status: str | None = None) -> None:
-        """Watch no longer."""
+        """Stop the watchdog thread."""
         self._has_ended.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Log-likelihoods of rows, read at once or chunk by chunk."""
+"""Log-likelihoods of rows, read in one pass or chunk by chunk."""
 
 import dataclasses
 import math
@@ -27,18 +27,18 @@ KEEPS_SUMS = "single_noreduce_wcount"
 def score_rows(
     apply_fn: Callable, variables: Mapping[str, Any], batch: Any, model_axis: str, cache: PyTree | None = None
 ) -> tuple[Mapping[str, Any], PyTree]:
-    """Compute the log-likelihood of each row, and how many of its targets are the likeliest ones.
+    """Compute the log-likelihood of each row, and the number of its targets that are the likeliest tokens.
 
     Args:
-        apply_fn: The `apply` of the model. One that takes `targets` never holds all logits.
+        apply_fn: The `apply` method of the model. One that takes `targets` never materialises all logits.
         variables: Its variables.
         batch: An `LLMIndexedBatch`.
         model_axis: The mesh axis whose devices share the model.
-        cache: The state before the first column; if there is none, the model begins with its own.
+        cache: The state before the first column; the model's own by default.
 
     Returns:
-        The metrics, one entry for each row: the sums with the number of targets, and the indices of the row. And the
-        state after the last column, if there was one before the first.
+        The metrics with one entry per row: the sums with the number of targets, and the indices of the row. Then the
+        state after the last column, if `cache` was given.
     """
     options = {} if cache is None else {"state": cache, "return_state": True}
     gives_losses = model_takes(apply_fn, "targets")
@@ -66,12 +66,12 @@ def score_rows(
 
 
 class ChunkReader:
-    """Reads batches chunk by chunk, each from the state after the one before it; one program serves all lengths.
+    """Reads batches chunk by chunk, passing the state on; one program serves all lengths.
 
     Args:
         trainer: The trainer.
-        chunk_size: The tokens of a chunk.
-        num_rows: The rows of a batch.
+        chunk_size: The number of tokens of a chunk.
+        num_rows: The number of rows of a batch.
     """
 
     def __init__(self, trainer: LLMTrainer, chunk_size: int, num_rows: int):
@@ -94,8 +94,8 @@ class ChunkReader:
 
         Args:
             state: The parameters.
-            batch: The rows; the last chunk is filled up with padding.
-            cache: The state before the first chunk, from `init_cache`; it is used up.
+            batch: The rows; the last chunk is padded.
+            cache: The state before the first chunk, from `init_cache`; it is donated.
         """
         metrics = None
         for index in range(math.ceil(batch.inputs.shape[1] / self._chunk_size)):
@@ -115,18 +115,18 @@ class ChunkReader:
         return metrics, jax.tree.map(lambda x: x[None], after)
 
     def _cut_chunk(self, batch: Any, index: Any) -> Any:
-        """Return a chunk, in which documents begin where they do in the whole batch."""
+        """Return a chunk with the document borders of the whole batch."""
 
         def cut(x: jax.Array) -> jax.Array:
-            filled = jnp.pad(x, ((0, 0), (0, -x.shape[1] % self._chunk_size)))
-            return lax.dynamic_slice_in_dim(filled, index * self._chunk_size, self._chunk_size, axis=1)
+            padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % self._chunk_size)))
+            return lax.dynamic_slice_in_dim(padded, index * self._chunk_size, self._chunk_size, axis=1)
 
         whole = dataclasses.replace(batch, _document_borders=batch.get_document_borders())
         return jax.tree.map(lambda x: cut(x) if x.ndim > 1 else x, whole)
 
 
 def _add_sums(metrics: ImmutableMetrics, new: ImmutableMetrics) -> ImmutableMetrics:
-    """Add the metrics of a chunk to those of the chunks before it: sums grow, and whose they are stays as it is."""
+    """Add the metrics of a chunk to those of earlier chunks: sums are added, indices are replaced."""
     return FrozenDict(
         {
             name: jax.tree.map(jnp.add, metrics[name], new[name]) if KEEPS_SUMS in new[name] else new[name]

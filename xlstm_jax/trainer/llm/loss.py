@@ -1,4 +1,4 @@
-"""The loss of a language model: the mean over the targets of the whole batch, whatever the mesh and the padding."""
+"""The loss of a language model: the mean over the targets of the global batch, for any mesh and padding."""
 
 import math
 import re
@@ -92,14 +92,14 @@ def next_token_loss(
 
 
 def add_perplexities(metrics: dict[str, Any], bytes_per_token: float | None = None) -> dict[str, Any]:
-    """Add the perplexity of each loss: `dclm_loss` gets `dclm_perplexity` beside it, `loss_mean` `perplexity_mean`.
+    """Add the perplexity of each loss: `dclm_perplexity` for `dclm_loss`, `perplexity_mean` for `loss_mean`.
 
     Args:
         metrics: The metrics on the host.
         bytes_per_token: The mean bytes of a token; with it, each loss gets `bits_per_byte` in the same way.
 
     Returns:
-        The metrics with these beside them.
+        The metrics with the added ones.
     """
     added = {}
     for name, loss in metrics.items():

@@ -35,7 +35,7 @@ class LLMTrainerConfig(TrainerConfig):
     """How a language model is trained."""
 
     log_logit_stats: bool = False
-    """Report norms, deviations and maxima of logits; all logits of a minibatch are then held."""
+    """Report norms, deviations and maxima of logits, which materialises all logits of a minibatch."""
     bytes_per_token: float | None = None
     """The mean bytes of text in a token, 1 for a model of bytes. With it, losses are reported as bits per byte too."""
 
@@ -46,13 +46,13 @@ class LLMTrainerConfig(TrainerConfig):
 
 
 class LLMTrainer(TrainerModule):
-    """Trains a language model on `LLMBatch`es. The loss is the mean over all targets of the batch that count."""
+    """Trains a language model on `LLMBatch`es. The loss is the mean over all targets of the batch except padding."""
 
     config_class = LLMTrainerConfig
     trainer_config: LLMTrainerConfig
 
     def count_targets(self, batch: Batch) -> jax.Array | None:
-        """Count the targets that are no padding."""
+        """Count the targets that are not padding."""
         return count_targets(_as_llm_batch(batch))
 
     def loss_function(
@@ -82,7 +82,7 @@ class LLMTrainer(TrainerModule):
 
     @classmethod
     def example_batch(cls, num_rows: int) -> Batch:
-        """Return the shapes of a batch; any length will do."""
+        """Return the shapes of a batch of some length."""
         return LLMBatch.get_dtype_struct(num_rows, EXAMPLE_LENGTH)
 
     def get_generate_fn(
@@ -97,10 +97,10 @@ class LLMTrainer(TrainerModule):
 
         Args:
             max_length: The length of a sequence, prefix included.
-            eod_token_id: The token that ends a document; -1 if none does.
+            eod_token_id: The end-of-document token; -1 for none.
             token_sample_fn: Chooses tokens from logits and a key.
-            gather_params_once: Whether to gather parameters once, instead of for each token: faster, if they fit.
-            param_dtype: The precision of the parameters; their own by default.
+            gather_params_once: Whether to gather parameters once instead of per token, which is faster if they fit.
+            param_dtype: The dtype of the parameters; their own by default.
 
         Returns:
             A function `(state, rng, prefix_tokens, prefix_mask=None, cache=None) -> (tokens, is_valid)`. Prefixes are
@@ -144,15 +144,15 @@ class LLMTrainer(TrainerModule):
             if not any(isinstance(x, Tracer) for x in given):
                 self.token_check.check_ids("The prefixes", _given_tokens(*given))
             num_rows = prefix_tokens.shape[0]
-            fill = functools.partial(_fill_rows, multiple=num_parts)
-            mask = None if prefix_mask is None else fill(prefix_mask)
-            tokens, is_valid = compiled(state, rng, fill(prefix_tokens), mask, cache)
+            pad = functools.partial(_pad_rows, multiple=num_parts)
+            mask = None if prefix_mask is None else pad(prefix_mask)
+            tokens, is_valid = compiled(state, rng, pad(prefix_tokens), mask, cache)
             return tokens[:num_rows], is_valid[:num_rows]
 
         return run
 
     def get_cache_shape_dtype_struct(self, exmp_batch: LLMBatch | None = None) -> PyTree:
-        """Return the shapes of the recurrent state of a batch, with one entry for each device along the first axis."""
+        """Return the shapes of the recurrent state of a batch, with one entry per device along the first axis."""
         batch = self.exmp_batch if exmp_batch is None else exmp_batch
         return jax.eval_shape(self._init_cache(), self.state, batch.inputs)
 
@@ -162,15 +162,15 @@ class LLMTrainer(TrainerModule):
         exmp_batch: LLMBatch | None = None,
         cache_init_fn: Callable[[PyTree], PyTree] | None = None,
     ) -> Callable[[TrainState, LLMBatch, Metrics | None], ImmutableMetrics]:
-        """Return an evaluation step that reads a batch chunk by chunk, with the memory that a chunk needs.
+        """Return an evaluation step that reads a batch chunk by chunk, in the memory of one chunk.
 
         Args:
-            chunk_size: The tokens of a chunk.
+            chunk_size: The number of tokens of a chunk.
             exmp_batch: An example of a batch; that of the trainer by default.
-            cache_init_fn: Makes the state before the first chunk from its shapes; the model's own by default.
+            cache_init_fn: Creates the state before the first chunk from its shapes; the model's own by default.
 
         Returns:
-            A function `(state, batch, metrics) -> metrics`. Documents begin where they do in the whole batch.
+            A function `(state, batch, metrics) -> metrics`. Document borders are those of the whole batch.
         """
         if chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}: it has to be 1 or more.")
@@ -184,14 +184,14 @@ class LLMTrainer(TrainerModule):
         init_cache = jax.jit(self._init_cache())
 
         def first_metrics(state: TrainState, batch: LLMBatch) -> ImmutableMetrics:
-            batch = _fill_columns(batch, chunk_size)
+            batch = _pad_columns(batch, chunk_size)
             return compiled(state, batch, None, init_cache(state, batch.inputs), 0)[0]
 
         example = self.exmp_batch if exmp_batch is None else exmp_batch
         metrics_shapes = jax.eval_shape(first_metrics, self.state, example)
 
         def evaluate(state: TrainState, batch: LLMBatch, metrics: Metrics | None) -> Any:
-            batch = _fill_columns(batch, chunk_size)
+            batch = _pad_columns(batch, chunk_size)
             if cache_init_fn is None:
                 cache = init_cache(state, batch.inputs)
             else:
@@ -204,7 +204,7 @@ class LLMTrainer(TrainerModule):
         return evaluate
 
     def _init_cache(self) -> Callable[[TrainState, jax.Array], PyTree]:
-        """Return a program that makes the state before the first token, with a first axis over devices."""
+        """Return a program that creates the state before the first token, with a first axis over devices."""
 
         def init(state: TrainState, inputs: jax.Array) -> PyTree:
             num_rows = (
@@ -230,7 +230,7 @@ class LLMTrainer(TrainerModule):
             (outputs, after), *variables = result if "mutable" in kwargs else (result,)
             return (outputs, *variables) if variables else outputs
 
-        vars(apply_fn)["__self__"] = getattr(state.apply_fn, "__self__", None)  # Tells what the model takes.
+        vars(apply_fn)["__self__"] = getattr(state.apply_fn, "__self__", None)  # For `model_takes`.
         metrics = eval_step(
             state.replace(apply_fn=apply_fn),
             chunk,
@@ -255,7 +255,7 @@ def _first(cache: PyTree) -> PyTree:
 
 
 def _given_tokens(prefix_tokens: Any, prefix_mask: Any) -> np.ndarray:
-    """Return the tokens of prefixes that are given; the first one of each always is."""
+    """Return the given tokens of prefixes; the first one of each prefix always is given."""
     tokens = to_host(prefix_tokens)
     if prefix_mask is None or tokens.ndim == 1:
         return tokens
@@ -264,17 +264,17 @@ def _given_tokens(prefix_tokens: Any, prefix_mask: Any) -> np.ndarray:
     return tokens[is_given]
 
 
-def _fill_rows(x: jax.Array, multiple: int) -> jax.Array:
-    """Repeat the last row until the rows can be shared out."""
+def _pad_rows(x: jax.Array, multiple: int) -> jax.Array:
+    """Repeat the last row until the number of rows is divisible."""
     return jnp.pad(x, ((0, -x.shape[0] % multiple), (0, 0)), mode="edge")
 
 
-def _fill_columns(batch: LLMBatch, multiple: int) -> LLMBatch:
-    """Append padding until the columns make whole chunks, with the borders of documents as they are now."""
+def _pad_columns(batch: LLMBatch, multiple: int) -> LLMBatch:
+    """Pad the columns to whole chunks, and keep the document borders of the unpadded batch."""
     batch = dataclasses.replace(batch, _document_borders=batch.get_document_borders())
     return _map_columns(lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple))), batch)
 
 
 def _map_columns(function: Callable[[jax.Array], jax.Array], batch: LLMBatch) -> LLMBatch:
-    """Change the arrays of tokens, and leave those with one entry for each row."""
+    """Apply a function to arrays of tokens, and leave those with one entry per row."""
     return jax.tree.map(lambda x: function(x) if x.ndim > 1 else x, batch)

@@ -9,11 +9,11 @@ from xlstm_jax.trainer.token_check import TokenCheck
 
 
 class BatchStream:
-    """Goes through a loader, and begins it anew once it is used up: an epoch may end before the loader does.
+    """Iterates over a loader, and restarts it once it is exhausted; an epoch may end before the loader does.
 
     Args:
         loader: The loader.
-        tokens: What looks at the token ids of the batches.
+        tokens: Checks the token ids of the batches.
     """
 
     def __init__(self, loader: DataIterator, tokens: TokenCheck):
@@ -22,17 +22,16 @@ class BatchStream:
         self._iterator: Iterator | None = None
 
     def restart(self) -> None:
-        """Ask the loader for its batches again: it has been set to another position."""
+        """Call `iter` on the loader again, after it was set to another position."""
         self._iterator = None
 
     def next(self, *, begins_epoch: bool, at_boundary: bool = False) -> Batch | None:
         """Return the next batch, or `None` at the end of the loader.
 
         Args:
-            begins_epoch: Whether this is the first batch of an epoch. It then comes from the beginning of a loader that
-                is used up.
-            at_boundary: Whether the epoch before it is known to be over. A loader that a checkpoint has set to its end
-                then begins anew too; otherwise its end may be that of the epoch in which the run was stopped.
+            begins_epoch: Whether this is the first batch of an epoch, for which an exhausted loader is restarted.
+            at_boundary: Whether the previous epoch is known to be over. Then a loader that a checkpoint has set to its
+                end is restarted too; otherwise this may be the end of the epoch in which the run was stopped.
         """
         is_new = self._iterator is None
         iterator = self._iterator = self._iterator or self._tokens.check_batches(iter(self.loader), self.loader)

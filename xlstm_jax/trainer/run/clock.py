@@ -15,14 +15,14 @@ from xlstm_jax.utils.files import write_atomically
 LOGGER = logging.getLogger(__name__)
 
 USEFUL = "step"
-"""The activity that a run is for: all time that no other activity claims."""
+"""Useful steps: the time that no other activity claims."""
 ACTIVITIES = ("compile", "data", "checkpoint", "evaluation", "restart")
 HEARTBEAT_SECONDS = 1.0
 
 
 @dataclasses.dataclass
 class Span:
-    """A stretch of time; its activity may be changed until it ends."""
+    """A span of time; its activity may be changed until it ends."""
 
     activity: str
     seconds: float = 0.0
@@ -31,13 +31,13 @@ class Span:
 class Clock:
     """Divides the time of a run between activities, each second counted once.
 
-    Until it is started, and after it is stopped, only activities count.
+    Before it is started, and after it is stopped, only activities are counted.
 
     Args:
-        now: Tells the time in seconds.
+        now: Returns the time in seconds.
 
     Attributes:
-        id: Tells this clock from those of other starts of the run.
+        id: Distinguishes this clock from those of other starts of the run.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -50,7 +50,7 @@ class Clock:
 
     @contextlib.contextmanager
     def measure(self, activity: str) -> Iterator[Span]:
-        """Count the time of a block for an activity; blocks within it count for themselves."""
+        """Count the time of a block for an activity; nested blocks are counted for their own activities."""
         self._charge()
         self._open.append(span := Span(activity))
         try:
@@ -61,12 +61,12 @@ class Clock:
             self._seconds[span.activity] = self._seconds.get(span.activity, 0.0) + span.seconds
 
     def start(self) -> None:
-        """Count time that no activity claims as useful from now on."""
+        """Start counting unclaimed time as useful."""
         self._charge()
         self._is_running = True
 
     def stop(self) -> None:
-        """No longer do so."""
+        """Stop counting unclaimed time as useful."""
         self._charge()
         self._is_running = False
 
@@ -95,11 +95,11 @@ class Clock:
         return {"goodput": seconds[USEFUL] / total, **lost}
 
     def resume(self, seconds: Mapping[str, float], *, lost: float) -> None:
-        """Go on from the seconds that a checkpoint has.
+        """Continue from the seconds in a checkpoint.
 
         Args:
             seconds: The seconds of each activity at the checkpoint.
-            lost: The seconds since then, or since this start: they count as those of a restart.
+            lost: The seconds between the checkpoint and now; they are counted as a restart.
         """
         self._charge()
         self._open[0].seconds = 0.0
@@ -115,7 +115,7 @@ class Clock:
 
 
 class Heartbeat:
-    """A small file that says how far a run has come, for those who watch it and for the next start.
+    """A small file with the progress of a run, for monitoring and for the next start of the run.
 
     Args:
         path: The file; `None` for no file.
@@ -139,7 +139,7 @@ class Heartbeat:
             self.path = None
 
     def read(self) -> dict[str, Any]:
-        """Return what was last written; nothing if there is no such file."""
+        """Return the last content; empty if there is no such file."""
         try:
             return json.loads(self.path.read_text()) if self.path else {}
         except (OSError, ValueError):

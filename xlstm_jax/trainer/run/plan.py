@@ -1,4 +1,4 @@
-"""How long a run trains: from epochs or steps to steps."""
+"""How long a run trains, in steps and epochs."""
 
 import dataclasses
 import numbers
@@ -12,23 +12,23 @@ from xlstm_jax.trainer.data_module import DataIterator
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How many steps a run takes, and how they make epochs."""
+    """The number of steps of a run, and the length of its epochs."""
 
     num_train_steps: int
     steps_per_epoch: int | None
-    """`None` if nothing says how long an epoch is: then it lasts until the data end."""
+    """`None` if unknown: then an epoch ends with the data."""
     num_epochs: int | None = None
 
     def begins_epoch(self, num_drawn: int) -> bool:
-        """Tell whether the next batch is known to be the first of an epoch."""
+        """Check whether the next batch is known to be the first of an epoch."""
         return self.steps_per_epoch is not None and num_drawn % self.steps_per_epoch == 0
 
     def epoch_at(self, num_drawn: int, num_finished: int) -> int:
         """Return the index of the epoch that the next batch belongs to, from 1.
 
         Args:
-            num_drawn: The batches so far.
-            num_finished: The epochs that have ended so far, for data of unknown length.
+            num_drawn: The number of batches so far.
+            num_finished: The number of finished epochs, for data of unknown length.
         """
         return (num_finished if self.steps_per_epoch is None else num_drawn // self.steps_per_epoch) + 1
 
@@ -36,12 +36,12 @@ class Plan:
 def plan_run(
     train_loader: DataIterator, num_epochs: int | None, num_train_steps: int | None, steps_per_epoch: int | None
 ) -> Plan:
-    """Find out how long to train.
+    """Determine how long to train.
 
     Args:
         train_loader: The batches to train on.
-        num_epochs: For how many epochs to train; give this or `num_train_steps`.
-        num_train_steps: For how many steps to train.
+        num_epochs: The number of epochs; give this or `num_train_steps`.
+        num_train_steps: The number of steps.
         steps_per_epoch: The length of an epoch; that of the loader by default.
 
     Returns:
@@ -71,7 +71,7 @@ def plan_run(
 
 
 def describe_data(plan: Plan, loaders: Mapping[str, Any], num_rows: int, mesh: Mesh) -> dict[str, Any]:
-    """Return what is logged about the data of a run; what is not known is left out."""
+    """Return the numbers to log about the data of a run, without unknown ones."""
     data_axes = mesh.devices.shape[0] * mesh.devices.shape[1]
     numbers: dict[str, Any] = {
         "global_batch_size": num_rows,
@@ -89,7 +89,7 @@ def describe_data(plan: Plan, loaders: Mapping[str, Any], num_rows: int, mesh: M
 
 
 def describe_mesh(mesh: Mesh, num_processes: int) -> dict[str, int]:
-    """Return what is logged about the devices of a run."""
+    """Return the numbers to log about the devices of a run."""
     dp, fsdp, pipeline, model = mesh.devices.shape[:4]
     return {
         "dp_axis_size": dp,
@@ -103,7 +103,7 @@ def describe_mesh(mesh: Mesh, num_processes: int) -> dict[str, int]:
 
 
 def _length(loader: Any) -> int | None:
-    """Return the length of a loader; `None` if it has none, or is endless and says so with an error."""
+    """Return the length of a loader; `None` if it has none, or raises because it is endless."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError, ValueError):

@@ -1,10 +1,10 @@
-"""Signals that end a run: the step in progress is finished and saved first.
+"""Signals that interrupt a run: the current step is finished and saved first.
 
-SIGTERM and SIGINT ask a run to stop; a second SIGINT ends it at once. A run that stopped this way leaves with the code
-of its signal: 143 for SIGTERM, 130 for SIGINT. SIGUSR2 does so too where a program waits for it, as submitit does for
-the limit of a SLURM job: once the run is saved, that program is told, and may queue the job again. Several processes
-have to stop after the same step. JAX's coordination service sees to that for SIGTERM, in whichever process it arrives;
-for the others they ask each other where they log.
+SIGTERM and SIGINT stop a run; a second SIGINT kills it at once. The exit code is that of the signal: 143 for SIGTERM,
+130 for SIGINT. SIGUSR2 stops a run too if a handler is installed, as submitit does for the time limit of a SLURM job:
+once the run is saved, that handler is called and may requeue the job. All processes have to stop after the same step.
+JAX's coordination service takes care of that for SIGTERM, in whichever process it arrives; for the other signals the
+processes synchronise at steps that are logged.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 class TrainingInterrupted(SystemExit):
-    """A signal ended the training. Its state is saved, and the program leaves with the code of the signal.
+    """A signal interrupted the training. The state is saved, and the exit code is that of the signal.
 
     Args:
         signal_number: The signal.
@@ -37,14 +37,14 @@ class TrainingInterrupted(SystemExit):
 
 
 class Interrupts:
-    """Remembers the signals that arrive during a run."""
+    """Records the signals that arrive during a run."""
 
     def __init__(self):
         self._received: int | None = None
 
     @contextlib.contextmanager
     def watch(self) -> Iterator["Interrupts"]:
-        """Receive signals instead of what did so before. Outside of the main thread, Python allows no such thing."""
+        """Replace the signal handlers within a block; in other threads than the main one, Python forbids that."""
         self._received = None
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -62,11 +62,11 @@ class Interrupts:
                 handler(signal.SIGUSR2, None)
 
     def received(self, step: int, *, may_wait: bool) -> int | None:
-        """Return the signal after which to stop, in all processes after the same step.
+        """Return the signal to stop for, in all processes after the same step; `None` to continue.
 
         Args:
             step: The number of the step, the same in all processes.
-            may_wait: Whether processes may wait for each other, as they do where they log.
+            may_wait: Whether processes may wait for each other, as at steps that are logged.
         """
         if jax.process_count() == 1:
             return self._received
@@ -87,7 +87,7 @@ class Interrupts:
         self._received = number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # A stream that the signal interrupts while it is written to refuses a second write: no traceback for that.
+        # A stream that is being written to when the signal arrives refuses a second write; that needs no traceback.
         raises, logging.raiseExceptions = logging.raiseExceptions, False
         try:
             LOGGER.warning(

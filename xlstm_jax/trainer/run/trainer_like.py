@@ -158,7 +158,7 @@ class TrainerLike(Protocol):
         ...
 
     def run_state(self) -> dict[str, Any]:
-        """Return what a checkpoint saves of the run beside arrays and configs."""
+        """Return the progress and the clock of the run, for a checkpoint."""
         ...
 
     def eval_model(self, data_loader: Any, mode: str, epoch_idx: int) -> HostMetrics:
