@@ -19,7 +19,7 @@ from trainer.eval.requests import (
 )
 from trainer.runs import SizedTokenLoader, make_trainer
 
-from xlstm_jax.dataset.light_tokenizers import ByteTokenizer
+from xlstm_jax.dataset.tokenizers.light import ByteTokenizer
 from xlstm_jax.trainer.eval.lmeval_extended_evaluation import LMEvalEvaluationConfig
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
@@ -163,7 +163,7 @@ def test_prompts_are_written_with_the_chat_template_that_is_named(tasks, monkeyp
             lines = [f"<{turn['role']}>{turn['content']}" for turn in chat]
             return "".join([f"[{chat_template}]", *lines, "<assistant>" * add_generation_prompt])
 
-    monkeypatch.setattr("xlstm_jax.dataset.text_encoder.load_tokenizer", lambda *_, **__: ChatTokenizer())
+    monkeypatch.setattr("xlstm_jax.dataset.tokenizers.text_encoder.load_tokenizer", lambda *_, **__: ChatTokenizer())
     for name, shown in ((True, None), ("brief", "brief")):
         options = {"apply_chat_template": name, "system_instruction": "Be kind."}
         (prompt, *_), _ = prompts_of(task_evaluation(tasks, "tiny_choice", **options))
