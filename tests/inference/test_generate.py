@@ -11,6 +11,7 @@ from meshes import BATCH, make_mesh, on_mesh
 from models.runs import PARALLEL, place_on, shaken, with_config
 
 from xlstm_jax.common_types import TrainState
+from xlstm_jax.inference.generate import generate
 from xlstm_jax.inference.sampling import greedy_sampling, temperature_sampling
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
@@ -206,6 +207,14 @@ def test_what_is_drawn_does_not_depend_on_how_the_prompt_is_read():
     masked, _ = run("mlstm", mask=np.ones(PREFIXES.shape, bool), token_sample_fn=temperature_sampling)
     np.testing.assert_array_equal(drawn, masked)
     assert np.any(drawn != run("mlstm")[0])
+
+
+def test_positions_with_the_same_logits_are_drawn_independently(key):
+    def advance(tokens, state):
+        return jnp.zeros((*tokens.shape, 1000)), state
+
+    tokens, _ = generate(advance, {}, key, jnp.zeros((4, 1), jnp.int32), max_length=33)
+    assert len(np.unique(tokens[:, 1:])) > 100
 
 
 def test_a_prefix_that_is_too_long_is_refused():

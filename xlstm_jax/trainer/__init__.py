@@ -1,16 +1,12 @@
-"""Turn models, data and optimizers into training runs."""
+"""Turn models, data and optimizers into training runs. Losses, metrics and optimizers do not import the trainer."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from xlstm_jax.import_utils import lazy_exports
 
 if TYPE_CHECKING:
     from xlstm_jax.trainer.base.trainer import TrainerConfig, TrainerModule
 
 __all__ = ["TrainerConfig", "TrainerModule"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import the trainer on first use, as losses, metrics and optimizers do not need it."""
-    if name in __all__:
-        return getattr(importlib.import_module("xlstm_jax.trainer.base.trainer"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_exports(__name__, {"TrainerConfig": "base.trainer", "TrainerModule": "base.trainer"})

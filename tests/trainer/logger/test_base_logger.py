@@ -329,12 +329,21 @@ def test_messages_go_to_the_folder_of_the_run(tmp_path):
 
 def test_without_a_folder_no_file_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    logger = Logger(LoggerConfig())
+    logger = Logger(LoggerConfig(print_level="INFO"))
     logger.start_epoch(1, 0)
     assert logger.log_path is None
     assert LoggerConfig().log_dir == ""
     assert list(tmp_path.iterdir()) == []
     assert "Starting epoch 1" in capsys.readouterr().out
+
+
+def test_only_warnings_are_printed_by_default(tmp_path, capsys):
+    Logger(LoggerConfig(log_path=tmp_path)).start_epoch(1, 0)
+    logging.getLogger("xlstm_jax.trainer").warning("printed")
+    shown = capsys.readouterr().out
+    assert "printed" in shown
+    assert "Starting epoch" not in shown
+    assert "Starting epoch" in (tmp_path / "output.log").read_text()
 
 
 @pytest.mark.parametrize("every", [0, -1])

@@ -35,12 +35,12 @@ class LoggerConfig(ConfigDict):
 
     log_every_n_steps: int = 1
     log_path: Path | None = None
-    """The folder of the run; with `None`, messages go to stdout and no files are written."""
+    """The folder of the run; with `None`, no files are written."""
     log_tools: list[LoggerToolsConfig] = dataclasses.field(default_factory=list)
     cmd_logging_name: str = "output"
     """Messages go to the file of this name in `log_path`, with the suffix `.log`."""
-    print_level: str = "DEBUG"
-    """Messages below this level are in the file only, not on stdout."""
+    print_level: str = "WARNING"
+    """The lowest level of messages that are printed to stdout; the file has all of them."""
 
     def __post_init__(self):
         check_numbers(self, LoggerConfig)
