@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from planning.setups import LLAMA, SHAPE, make_setup
 
-from xlstm_jax.models.memory import Placement, activation_memory
+from xlstm_jax.models.blocks.activations import Placement
+from xlstm_jax.models.memory import activation_memory
 from xlstm_jax.planning.abstract import AbstractTrainer
 from xlstm_jax.planning.activations import kept_activations
 from xlstm_jax.planning.compiled import compile_here

@@ -15,9 +15,9 @@ from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
+from xlstm_jax.models.shared.norms import RMSNorm
 from xlstm_jax.models.shared.vocabulary import create_embedding, create_lm_head
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
-from xlstm_jax.models.xlstm.block import create_norm
 from xlstm_jax.planning.abstract import AbstractTrainer
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.guard import BadStepConfig
@@ -137,7 +137,7 @@ class WithoutBlocks(nn.Module):
         del pos_idx, document_borders, train
         x = create_embedding(self.config)()[tokens]
         self.sow("intermediates", "mean", {"value": jnp.sum(x), "count": x.size})
-        return create_lm_head(self.config, functools.partial(create_norm, self.config, "rmsnorm"))(x, targets)
+        return create_lm_head(self.config, functools.partial(RMSNorm, self.config.norm_eps))(x, targets)
 
 
 def trace_step(trainer, parallel: ParallelConfig, *, evaluates: bool = False):

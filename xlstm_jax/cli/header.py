@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -14,12 +13,8 @@ from xlstm_jax.cli.gpu_memory import current_fraction
 from xlstm_jax.cli.screen import as_command, as_typed
 from xlstm_jax.dataset.sources.compressors import PRIMED_XZ
 from xlstm_jax.dataset.sources.text_measures import TextMeasures
-from xlstm_jax.kernels.attention.api import mosaic_problem
-from xlstm_jax.kernels.mlstm.api import choose_backend as choose_mlstm
-from xlstm_jax.kernels.slstm.api import choose_backend as choose_slstm
-from xlstm_jax.models.llama.attention import choose_backend as choose_attention
-from xlstm_jax.models.llama.config import LlamaConfig
-from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.models.blocks.kind import block_kind
+from xlstm_jax.models.language_model import LanguageModelConfig
 from xlstm_jax.planning.abstract import AbstractTrainer
 from xlstm_jax.planning.communication import estimate_communication
 from xlstm_jax.planning.estimate import step_time
@@ -120,35 +115,16 @@ def _describe_devices(mesh: Any) -> str:
 
 
 def _describe_kernels(shape: Any) -> str:
-    if isinstance(shape, LlamaConfig):
-        return f"attention: {_describe_attention(shape)}"
-    if not isinstance(shape, XLSTMConfig):
+    if not isinstance(shape, LanguageModelConfig):
         return "the model's own"
-    heads, dtype = shape.num_heads, shape.dtype
-    chosen = {
-        "mlstm": lambda: choose_mlstm(dtype, shape.qk_dim // heads, shape.v_dim // heads, shape.cell_eps),
-        "mlstm_up": lambda: choose_mlstm(dtype, shape.inner_dim // heads, shape.inner_dim // heads, shape.cell_eps),
-        "slstm": lambda: choose_slstm(shape.embedding_dim // heads, dtype),
-    }
-    lines = []
-    for kind in [kind for kind in chosen if kind in shape.kinds]:
-        name, backend = ("sLSTM", shape.slstm_backend) if kind == "slstm" else ("mLSTM", shape.mlstm_backend)
-        lines.append(f"{name}: {chosen[kind]()[1] if backend == 'auto' else backend}")
-    return "\n".join(dict.fromkeys(lines))
-
-
-def _describe_attention(shape: LlamaConfig) -> str:
-    backend, dtype = shape.attention_backend, jnp.dtype(shape.dtype)
-    has_documents = shape.mask_across_document_boundaries
-    if backend == "auto" and has_documents and mosaic_problem(dtype, shape.head_dim, causal=shape.causal) is None:
-        return "the kernels for Hopper GPUs, within documents"
-    return choose_attention(dtype, shape.head_dim)[1] if backend == "auto" else backend
+    lines = (block_kind(kind).describe_backend(shape) for kind in shape.kinds)
+    return "\n".join(line for line in dict.fromkeys(lines) if line)
 
 
 def _estimate_step_seconds(run: Run) -> float | None:
     """Estimate the time of a step, without tracing one; `None` for models and devices that are not known."""
     config, device = run.config, run.trainer.mesh.devices.flat[0]
-    if not isinstance(config.model.model_config, XLSTMConfig | LlamaConfig):
+    if not isinstance(config.model.model_config, LanguageModelConfig):
         return None
     setup = config.setup(run.trainer.mesh.size)
     kind = "cpu" if device.platform == "cpu" else device.device_kind

@@ -2,20 +2,22 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from xlstm_jax.models.blocks.kind import block_kind
+from xlstm_jax.models.language_model import LanguageModel
 from xlstm_jax.models.shared.layout import to_canonical
-from xlstm_jax.models.shared.projections import lay_side_by_side
-from xlstm_jax.models.xlstm import XLSTM
+
+Model = TypeVar("Model", bound=LanguageModel)
 
 
-def for_decoding(model: XLSTM, params: Mapping[str, Any]) -> tuple[XLSTM, dict[str, Any]]:
-    """Write the blocks of a model out one by one, and lay kernels of `mlstm` blocks that share an input side by side.
+def for_decoding(model: Model, params: Mapping[str, Any]) -> tuple[Model, dict[str, Any]]:
+    """Unroll the blocks of a model, and lay out the parameters of each block as its kind does for decoding.
 
     A scan over blocks copies the weights and the state of each block out of their stacks, and the state back, for every
-    token: with the weights of a block in arrays of their own they are read where they lie, and a state that only one
-    block has is updated in place. Nothing is rounded to float8, as weights would be for every token. Call it once,
-    before the loop over tokens; while it runs, the parameters are in memory twice.
+    token. Unrolled, the weights of a block are read in place, and its state is updated in place. Nothing is rounded to
+    float8, as weights would be for every token. Call it once, before the loop over tokens; while it runs, the
+    parameters are in memory twice.
 
     Args:
         model: The model.
@@ -26,9 +28,9 @@ def for_decoding(model: XLSTM, params: Mapping[str, Any]) -> tuple[XLSTM, dict[s
     """
     kinds = model.config.kinds
     canonical = to_canonical(dict(params), kinds, model.config.scan_blocks)
-    blocks = dict(canonical["block_stack"])
-    # Only layers of these blocks look for each other.
-    names = [f"block_{index}" for index, kind in enumerate(kinds) if kind == "mlstm"]
-    blocks |= {name: lay_side_by_side(blocks[name]) for name in names}
+    blocks = {
+        f"block_{index}": block_kind(kind).lay_out_for_decoding(canonical["block_stack"][f"block_{index}"])
+        for index, kind in enumerate(kinds)
+    }
     config = dataclasses.replace(model.config, scan_blocks=False, float8=False)
-    return XLSTM(config), {**canonical, "block_stack": blocks}
+    return model.clone(config=config), {**canonical, "block_stack": blocks}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from xlstm_jax.planning.memory import Parameter
-from xlstm_jax.planning.setup import Setup, names_of, remat_of
+from xlstm_jax.planning.setup import Setup, names_of
 from xlstm_jax.utils.partitioned import axes_of
 
 Communication = dict[tuple[str, ...], float]
@@ -54,7 +54,7 @@ def estimate_communication(setup: Setup, parameters: Iterable[Parameter]) -> Com
         if fsdp in parameter.axes:
             gathered = jnp.dtype(parallel.fsdp_gather_dtype or parameter.dtype).itemsize
             scattered = jnp.dtype(parallel.fsdp_grad_scatter_dtype or parameter.dtype).itemsize
-            is_gathered_again = BLOCKS in parameter.name and remat_of(setup.shape) != "none"
+            is_gathered_again = BLOCKS in parameter.name and setup.shape.remat_of_blocks != "none"
             volume = gathered * (2 if is_gathered_again else 1) + scattered
             sent[(fsdp,)] += setup.accumulation * volume * num_elements * (sizes[fsdp] - 1)
         others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in parameter.axes)
@@ -63,7 +63,7 @@ def estimate_communication(setup: Setup, parameters: Iterable[Parameter]) -> Com
     if sizes[model] > 1:
         tokens = setup.rows * setup.context_length
         activations = tokens * setup.shape.embedding_dim * jnp.dtype(setup.shape.dtype).itemsize
-        num_sums = 2 * SUMS_PER_BLOCK + (0 if remat_of(setup.shape) == "none" else SUMS_PER_BLOCK - 1)
+        num_sums = 2 * SUMS_PER_BLOCK + (0 if setup.shape.remat_of_blocks == "none" else SUMS_PER_BLOCK - 1)
         volume = setup.shape.num_blocks * num_sums * activations
         sent[(model,)] += _around_ring("psum", volume, sizes[model])
     return dict(sent)

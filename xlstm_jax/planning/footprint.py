@@ -9,12 +9,13 @@ import dataclasses
 import jax.numpy as jnp
 
 from xlstm_jax.kernels.mosaic_gpu.availability import has_needed_jax
-from xlstm_jax.models.memory import ActivationMemory, Placement, activation_memory
+from xlstm_jax.models.blocks.activations import Placement
+from xlstm_jax.models.memory import ActivationMemory, activation_memory
 from xlstm_jax.models.shared.stack import is_scanned
 from xlstm_jax.planning.abstract import AbstractTrainer
 from xlstm_jax.planning.communication import BLOCKS
 from xlstm_jax.planning.memory import list_parameters, state_memory
-from xlstm_jax.planning.setup import Setup, names_of, remat_of
+from xlstm_jax.planning.setup import Setup, names_of
 from xlstm_jax.utils.accelerators import Accelerator
 
 HEAD = "lm_head"
@@ -99,7 +100,7 @@ def _block_copies(setup: Setup, state: StateBytes) -> int:
     num_parts = setup.axis_sizes[fsdp_axis] if setup.model.parallel.fsdp_modules else 1
     narrow = state.of_blocks * _itemsize(setup) // jnp.dtype(setup.shape.param_dtype).itemsize
     gathered = narrow * num_parts if num_parts > 1 else 0
-    if num_parts > 1 and remat_of(setup.shape) != "none":
+    if num_parts > 1 and setup.shape.remat_of_blocks != "none":
         gathered = 2 * gathered // setup.shape.num_blocks
     if is_scanned(setup.shape.kinds, setup.shape.scan_blocks):
         return state.of_blocks + gathered

@@ -24,7 +24,7 @@ from xlstm_jax.planning.memory import (
     logits_memory,
     persistent_memory,
 )
-from xlstm_jax.planning.setup import Setup, remat_of
+from xlstm_jax.planning.setup import Setup
 from xlstm_jax.planning.simulate import compiled_memory
 from xlstm_jax.utils.accelerators import Accelerator, find_accelerator
 
@@ -163,7 +163,7 @@ def make_plan(
         batch_size=setup.batch_size,
         context_length=setup.context_length,
         accumulation=setup.accumulation,
-        remat=remat_of(setup.shape),
+        remat=setup.shape.remat_of_blocks,
         persistent=memory,
         gradients=memory.parameters,
         activations=activations,

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from xlstm_jax.models.blocks.kind import block_kind
 from xlstm_jax.models.shared.stack import RematPolicy
 from xlstm_jax.planning.abstract import AbstractTrainer
 from xlstm_jax.planning.activations import kept_activations
@@ -150,7 +151,7 @@ def _ways(
 ) -> Iterator[tuple[Candidate, Setup]]:
     """Yield all runs that are possible, with their times and the bytes of their states."""
     pipeline = setup.axis_sizes[setup.model.parallel.pipeline_axis_name]
-    num_heads = getattr(setup.shape, "kv_heads", setup.shape.num_heads)
+    num_heads = math.gcd(*(block_kind(kind).num_heads(setup.shape) for kind in setup.shape.kinds))
     for model in model_sizes:
         num_left = setup.num_devices // (model * pipeline)
         if setup.num_devices % (model * pipeline) or num_heads % model:

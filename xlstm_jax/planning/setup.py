@@ -12,9 +12,8 @@ from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.import_utils import dotted_path, resolve_import
 from xlstm_jax.models.configs import ModelConfig
-from xlstm_jax.models.llama.config import LlamaConfig
+from xlstm_jax.models.language_model import LanguageModelConfig
 from xlstm_jax.models.shared.stack import RematPolicy
-from xlstm_jax.models.xlstm.config import XLSTMConfig
 from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 
@@ -35,10 +34,10 @@ class Setup:
     num_devices: int
 
     def __post_init__(self):
-        if not isinstance(self.model.model_config, XLSTMConfig | LlamaConfig):
+        if not isinstance(self.model.model_config, LanguageModelConfig):
             raise ConfigError(
-                f"model_config is a {type(self.model.model_config).__name__}, but a plan needs an XLSTMConfig or a "
-                "LlamaConfig: of other models nobody knows the FLOPs."
+                f"model_config is a {type(self.model.model_config).__name__}, but a plan needs a "
+                "LanguageModelConfig, such as XLSTMConfig or LlamaConfig: the FLOPs of other models are unknown."
             )
         if self.batch_size % self.num_devices:
             raise ConfigError(
@@ -52,7 +51,7 @@ class Setup:
             )
 
     @property
-    def shape(self) -> XLSTMConfig | LlamaConfig:
+    def shape(self) -> LanguageModelConfig:
         """The shape of the model."""
         shape: Any = self.model.model_config
         return shape
@@ -143,11 +142,6 @@ class Setup:
             optimizer=ConfigDict.from_dict(OptimizerConfig, values.pop("optimizer")),
             **values,
         )
-
-
-def remat_of(shape: XLSTMConfig | LlamaConfig) -> str:
-    """Return what blocks compute again; modules that are named for it do so in full."""
-    return "full" if shape.remat == "none" and "Block" in shape.parallel.remat else shape.remat
 
 
 def names_of(parallel: ParallelConfig) -> tuple[str, str]:

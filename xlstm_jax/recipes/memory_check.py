@@ -12,8 +12,7 @@ from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset import LLMBatch
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.cost import model_cost
-from xlstm_jax.models.llama.config import LlamaConfig
-from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.models.language_model import LanguageModelConfig
 from xlstm_jax.planning.footprint import state_bytes
 from xlstm_jax.recipes.performance import usable_memory
 from xlstm_jax.recipes.run_config import RunConfig
@@ -49,7 +48,7 @@ def check_memory(config: RunConfig, mesh: Mesh) -> None:
             f"GiB on each device for the tokens alone, {rule}: lower one of them."
         )
     shape: Any = config.model.model_config
-    if not isinstance(shape, XLSTMConfig | LlamaConfig):
+    if not isinstance(shape, LanguageModelConfig):
         return
     parameters = _least_parameter_bytes(config.model, mesh)
     needed, what = parameters, "parameters alone"
@@ -86,7 +85,7 @@ def _memory_of_device(mesh: Mesh) -> int | None:
 
 def _least_parameter_bytes(model: ModelConfig, mesh: Mesh) -> int:
     """Return the bytes of parameters on a device if every axis that can splits all of them."""
-    parallel, shape = model.parallel, cast(XLSTMConfig | LlamaConfig, model.model_config)
+    parallel, shape = model.parallel, cast(LanguageModelConfig, model.model_config)
     num_parts = mesh.shape[parallel.fsdp_axis_name] * mesh.shape[parallel.model_axis_name]
     num_parts *= mesh.shape[parallel.pipeline_axis_name]
     itemsize = jnp.dtype(shape.param_dtype).itemsize

@@ -17,8 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from xlstm_jax.configs import ConfigError
-from xlstm_jax.models.llama.config import LlamaConfig
-from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.models.language_model import LanguageModelConfig
 from xlstm_jax.planning.performance import (
     MODEL_SETTINGS,
     TRAINER_SETTINGS,
@@ -186,7 +185,7 @@ def _why_not_auto(config: RunConfig, devices: Devices) -> str | None:
     """Return why the settings of a run are taken as they are, or `None`."""
     if config.performance == "manual":
         return "as set (performance: manual)"
-    if not isinstance(config.model.model_config, XLSTMConfig | LlamaConfig):
+    if not isinstance(config.model.model_config, LanguageModelConfig):
         return "as set, for the memory of this model is not known"
     if devices.platform == "cpu":
         return "the defaults, for this is a CPU"

@@ -1,49 +1,13 @@
-"""Which forms of each kernel can run here, why the others cannot, and which one `auto` picks."""
+"""Which backends of each kernel can run here, why the others cannot, and which one `auto` picks."""
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
-
-import jax.numpy as jnp
-
+import xlstm_jax.models.llama
+import xlstm_jax.models.xlstm  # noqa: F401 (the two packages register their kinds)
 from xlstm_jax.cli.checks.section import PASSED, Section
-from xlstm_jax.kernels.mlstm import api as mlstm_api
-from xlstm_jax.kernels.slstm import api as slstm_api
-from xlstm_jax.models.llama import attention
+from xlstm_jax.models.blocks.kind import all_kinds
+from xlstm_jax.models.llama.layer import SAMPLE_DTYPE, SAMPLE_HEAD_DIM
 
-HEAD_DIM = 64
-HALF = jnp.dtype("bfloat16")
-
-
-class Kernel(NamedTuple):
-    """The backends of a kernel, and what its module knows about them."""
-
-    name: str
-    backends: tuple[str, ...]
-    resolve: Callable[[Any], str]
-    """Raises a `ValueError` with the reason if a backend cannot run here."""
-    choose: Callable[[], tuple[str, str]]
-    """What `auto` picks, and why."""
-
-    def obstacle(self, backend: str) -> str | None:
-        """Say why a backend cannot run here, or nothing if it can."""
-        try:
-            self.resolve(backend)
-        except ValueError as error:
-            return str(error)
-        return None
-
-
-KERNELS = (
-    Kernel("mLSTM", get_args(mlstm_api.Form), mlstm_api.resolve_backend, mlstm_api.choose_backend),
-    Kernel("sLSTM", get_args(slstm_api.Form), slstm_api.resolve_backend, slstm_api.choose_backend),
-    Kernel(
-        "attention",
-        tuple(backend for backend in attention.BACKENDS if backend != "auto"),
-        functools.partial(attention.resolve_backend, dtype=HALF, head_dim=HEAD_DIM),
-        functools.partial(attention.choose_backend, HALF, HEAD_DIM),
-    ),
-)
+KERNELS = tuple(dict.fromkeys(kind.kernel for kind in all_kinds() if kind.kernel is not None))
+"""The kernels of all block kinds that the package registers."""
 
 
 def check_kernels(title: str) -> Section:
@@ -55,5 +19,5 @@ def check_kernels(title: str) -> Section:
             obstacle = kernel.obstacle(backend)
             section.add(kernel.name, backend, PASSED if obstacle is None else f"no: {obstacle}")
         section.add(kernel.name, "auto", f"{chosen}: {reason}")
-    section.notes.append(f"Attention is asked for heads of {HEAD_DIM} features in {HALF.name}.")
+    section.notes.append(f"Attention is asked for heads of {SAMPLE_HEAD_DIM} features in {SAMPLE_DTYPE.name}.")
     return section

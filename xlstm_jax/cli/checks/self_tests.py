@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xlstm_jax.cli.checks.kernels import HALF, HEAD_DIM, KERNELS
+from xlstm_jax.cli.checks.kernels import KERNELS
 from xlstm_jax.cli.checks.section import FAILED, PASSED, Section, first_line
 from xlstm_jax.kernels.mlstm import MLSTMState, mlstm, mlstm_step
 from xlstm_jax.kernels.slstm import SLSTMState, slstm, slstm_step
 from xlstm_jax.models.llama.attention import KVCache, append, cached_attention, empty_cache, multihead_attention
+from xlstm_jax.models.llama.layer import SAMPLE_DTYPE, SAMPLE_HEAD_DIM
 
 Arrays = Mapping[str, Any]
 """Arrays by the names that the report uses."""
@@ -63,7 +64,7 @@ def check_numbers(title: str) -> Section:
 
 def _verdict(measure: Callable[[str], Arrays], backend: str, law: str = "reference") -> tuple[str, ...]:
     """Return the largest error, its limit and where it is; or what went wrong."""
-    limit = LIMITS[HALF.name if backend in IN_HALF else "float32"]
+    limit = LIMITS[SAMPLE_DTYPE.name if backend in IN_HALF else "float32"]
     try:
         actual, expected = measure(backend), dict(measure("steps" if backend == law else law))
         if IN_PARTS in actual:
@@ -124,7 +125,7 @@ def _measure_slstm(backend: str) -> Arrays:
 
 
 def _in_half(inputs: Arrays, names: Iterable[str]) -> dict[str, Any]:
-    return {**inputs, **{name: inputs[name].astype(HALF) for name in names}}
+    return {**inputs, **{name: inputs[name].astype(SAMPLE_DTYPE) for name in names}}
 
 
 def _rounded(inputs: Arrays, names: Iterable[str]) -> Arrays:
@@ -200,9 +201,9 @@ def _project(results: Arrays) -> Any:
 
 def _measure_attention(backend: str) -> Arrays:
     """Return all that `backend` computes from drawn inputs; they are numbers of bfloat16, whatever the precision."""
-    generator, dtype = np.random.default_rng(0), HALF if backend in IN_HALF else jnp.float32
+    generator, dtype = np.random.default_rng(0), SAMPLE_DTYPE if backend in IN_HALF else jnp.float32
     heads = {"q": 2 * HEADS, "k": HEADS, "v": HEADS}
-    drawn = {name: generator.normal(size=(BATCH, LENGTH, count, HEAD_DIM)) for name, count in heads.items()}
+    drawn = {name: generator.normal(size=(BATCH, LENGTH, count, SAMPLE_HEAD_DIM)) for name, count in heads.items()}
     form: Any = backend
     attend: Any = _softmax_attention if backend == "softmax" else functools.partial(multihead_attention, backend=form)
     if backend == "mosaic":  # whose kernels are for documents
@@ -223,11 +224,11 @@ def _measure_attention(backend: str) -> Arrays:
         cache = append(cache, inputs["k"], inputs["v"], positions)
         return cached_attention(inputs["q"], cache, backend=form), cache
 
-    inputs = {name: jnp.asarray(x, HALF).astype(dtype) for name, x in drawn.items()}
+    inputs = {name: jnp.asarray(x, SAMPLE_DTYPE).astype(dtype) for name, x in drawn.items()}
     results = everything(inputs)
     if backend == "softmax":
         return results
-    cache = empty_cache(BATCH, LENGTH, HEADS, HEAD_DIM, dtype)
+    cache = empty_cache(BATCH, LENGTH, HEADS, SAMPLE_HEAD_DIM, dtype)
     return {**results, IN_PARTS: _in_parts(attend_to_cache, inputs, cache)}
 
 

@@ -1,4 +1,4 @@
-"""Norms: statistics in float32, whatever the precision around them."""
+"""Norms, with statistics in float32 at any precision of their inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self._scale(x.shape[-1]), eps=self.eps)
 
     def with_skip(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the features as they are, for a residual stream, and normalised."""
+        """Return the unchanged features, for the residual stream, and the normalised ones."""
         return rms_norm_with_skip(x, self._scale(x.shape[-1]), eps=self.eps)
 
     @nn.compact
@@ -53,12 +53,17 @@ class LayerNorm(nn.Module):
         return standardize(x, self.eps) * scale.astype(x.dtype)
 
     def with_skip(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the features as they are, for a residual stream, and normalised."""
+        """Return the unchanged features, for the residual stream, and the normalised ones."""
         return x, self(x)
 
 
+def create_norm(norm: str, eps: float, param_dtype: DTypeLike, name: str | None = None) -> RMSNorm | LayerNorm:
+    """Create a norm over all features, `rmsnorm` or `layernorm`."""
+    return {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[norm](eps, param_dtype, name=name)
+
+
 class MultiHeadNorm(SplitModule):
-    """A norm over the features of each head by itself; heads may be split over a mesh axis.
+    """A norm over the features of each head; heads may be split over a mesh axis.
 
     Attributes:
         axis_name: The mesh axis.

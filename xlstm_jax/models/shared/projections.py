@@ -1,9 +1,9 @@
-"""Layers that share an input: each with a kernel of its own, or all kernels side by side in one product.
+"""Layers that share an input: each with its own kernel, or all kernels concatenated for a single matmul.
 
-Models are trained and saved with separate kernels. For one token at a time it is the number of products that counts, so
-decoding may lay them side by side first: those of the layers `q`, `k` and `v` are then the kernel of a layer `q+k+v`.
-Those of a few outputs are transposed too: for one token, a sum along the rows of a matrix is faster than one along its
-short columns.
+Models are trained and saved with separate kernels. For one token at a time, the number of matmuls determines the speed,
+so decoding may concatenate them first: the kernels of the layers `q`, `k` and `v` become that of a layer `q+k+v`.
+Kernels with few outputs are transposed too: for one token, a sum along the rows of a matrix is faster than one along
+its short columns.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,24 @@ from xlstm_jax.distributed.dense import ColumnDense, apply_to_same
 
 GATES = ("igate", "fgate")
 GROUPS = ("q", "k", "v", "ogate"), GATES, ("gate", "up")
-"""The layers of an `mlstm` block that share an input, in the order in which `project` gets them."""
+"""The layers of a block that share an input, in the order in which `project` gets them."""
+
+
+def common_arguments(config: Any) -> dict[str, Any]:
+    """Return the arguments that all projections of a model share."""
+    return {
+        "axis_name": config.parallel.model_axis_name,
+        "use_bias": config.use_bias,
+        "dtype": jnp.dtype(config.dtype),
+        "param_dtype": jnp.dtype(config.param_dtype),
+        "float8": config.float8,
+    }
 
 
 class TransposedDense(ColumnDense):
     """A `ColumnDense` whose kernel is stored as `[outputs, inputs]`, for one token at a time.
 
-    Attributes as there; nothing is initialised, as its parameters are those of other layers.
+    It has the attributes of `ColumnDense`. Nothing is initialised: its parameters come from other layers.
     """
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -52,7 +63,7 @@ def project(module: nn.Module, x: jax.Array, layers: Mapping[str, Mapping[str, A
     Args:
         module: The module.
         x: The input.
-        layers: By the name of each layer, its `features` and what else is its own.
+        layers: For the name of each layer, its `features` and other arguments of its own.
         **common: Further arguments of each `ColumnDense`.
 
     Returns:
@@ -66,7 +77,7 @@ def project(module: nn.Module, x: jax.Array, layers: Mapping[str, Mapping[str, A
 
 
 def _project_together(x: jax.Array, layers: Mapping[str, Mapping[str, Any]]) -> list[jax.Array]:
-    """Apply layers whose kernels lie side by side."""
+    """Apply layers whose kernels are concatenated."""
     features = [own["features"] for own in layers.values()]
     first = next(iter(layers.values()))
     ends = np.cumsum(features) // axis_size(first["axis_name"])
@@ -75,16 +86,16 @@ def _project_together(x: jax.Array, layers: Mapping[str, Mapping[str, Any]]) -> 
     return jnp.split(dense(sum(features), name="+".join(layers), **shared)(x), ends[:-1], axis=-1)
 
 
-def lay_side_by_side(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Make one layer of each group of layers.
+def concatenate_kernels(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Concatenate the kernels of each group of layers that share an input.
 
     Args:
-        params: The parameters of an `mlstm` block, without boxes.
+        params: The parameters of a block whose layers are applied by `project`, without boxes.
 
     Returns:
         Parameters for the same block.
     """
-    tree = {name: lay_side_by_side(x) if isinstance(x, Mapping) else x for name, x in params.items()}
+    tree = {name: concatenate_kernels(x) if isinstance(x, Mapping) else x for name, x in params.items()}
     for group in GROUPS:
         if all(isinstance(tree.get(name), Mapping) for name in group):
             parts = [tree.pop(name) for name in group]

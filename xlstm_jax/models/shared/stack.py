@@ -1,4 +1,4 @@
-"""A stack of blocks: scanned or written out, rematerialised, split over devices, with the same parameters either way.
+"""A stack of blocks: scanned or unrolled, rematerialised, sharded, with the same parameters either way.
 
 A block is a module `block(x, state, context) -> (x, state)`. Block `i` draws its parameters from the key folded with
 `i`. Blocks that repeat a pattern are scanned over its repetitions: their parameters lie under `block`, stacked along a
@@ -22,8 +22,8 @@ from xlstm_jax.kernels.shared.remat_names import KEPT, OPERAND, STREAM
 from xlstm_jax.utils.partitioned import is_partitioned, partition_names, unboxed, with_names
 
 RematPolicy = Literal["none", "norms", "dots", "full", "offload"]
-"""What is computed again: nothing; norms; all but products, the residual stream and what kernels keep; everything; or
-all but products, which wait on the host."""
+"""What the backward pass recomputes: nothing; norms; everything but matmuls, the residual stream and what kernels save;
+everything; or everything but matmuls, whose results are offloaded to the host."""
 
 
 def _products_and(*names: str) -> Callable:
@@ -42,25 +42,25 @@ REMAT_POLICIES: dict[str, Callable] = {
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What all blocks are told about a batch."""
+    """What all blocks need to know about a batch."""
 
     document_borders: jax.Array | None = None
-    """Where a document begins; recurrent layers start anew there."""
+    """Where documents begin; the states of recurrent layers are reset there."""
     positions: jax.Array | None = None
     """The position of each token in its document."""
     train: bool = False
     """Whether dropout is on."""
     keeps_state: bool = False
-    """Whether the states after the last token are asked for."""
+    """Whether the states after the last token are returned."""
     last_only: bool = False
-    """Whether of the outputs, only those of the last position are asked for."""
+    """Whether only the outputs of the last position are needed."""
     block_index: jax.Array | int = 0
-    """The block's place in the stack; initialisers may depend on it."""
+    """The index of the block in the stack; initialisers may depend on it."""
 
-    def asked_for(self, x: jax.Array) -> jax.Array:
-        """Return those positions of `[batch, length, ...]` whose outputs are asked for.
+    def requested(self, x: jax.Array) -> jax.Array:
+        """Return the positions of `[batch, length, ...]` whose outputs are needed.
 
-        A block calls it once nothing reaches from one position to another any more.
+        A block calls it after its last operation that mixes positions.
         """
         return x[:, -1:] if self.last_only else x
 
@@ -71,10 +71,10 @@ class BlockStack(nn.Module):
     Attributes:
         kinds: The kind of each block.
         block_fn: Creates a block of a kind.
-        parallel: Says whether the parameters of blocks are split over the FSDP axis (`"Block"` in `fsdp_modules`), and
-            whether blocks are computed again in full (`"Block"` in `remat`).
+        parallel: Whether the parameters of blocks are sharded over the FSDP axis (`"Block"` in `fsdp_modules`), and
+            whether blocks are recomputed in full (`"Block"` in `remat`).
         scan: Whether to scan over repetitions.
-        remat: What to compute again in the backward pass.
+        remat: What the backward pass recomputes.
     """
 
     kinds: Sequence[str]
@@ -89,13 +89,12 @@ class BlockStack(nn.Module):
 
         Args:
             x: The inputs of the first block.
-            states: The states of all blocks as the last call returned them, or as `init_states` made them; a state of
-                `None` is empty.
-            context: What blocks are told.
+            states: The states of all blocks as returned by the last call or by `init_states`; `None` is an empty state.
+            context: What blocks need to know about the batch.
 
         Returns:
-            The outputs of the last block, and the states of all blocks, if they are asked for. Scanned blocks all do
-            the same, and return all positions.
+            The outputs of the last block, and the states of all blocks if the context keeps them. Scanned blocks all
+            run the same program, so they return all positions.
         """
         init_key = self.make_rng("params") if self.is_initializing() else None
         dropout_key = self.make_rng("dropout") if context.train and self.has_rng("dropout") else None
@@ -111,8 +110,8 @@ class BlockStack(nn.Module):
                 f"block_{index}",
                 lambda place=place, repetition=repetition: jax.tree.map(lambda leaf: leaf[repetition], drawn[place]),
             )
-            told = for_next_block if index < len(self.kinds) - 1 else context
-            x, state, sown = self._run(kind)(params, x, states[index], told, index, dropout_key)
+            own_context = for_next_block if index < len(self.kinds) - 1 else context
+            x, state, sown = self._run(kind)(params, x, states[index], own_context, index, dropout_key)
             self._keep_intermediates(f"block_{index}", sown)
             new_states.append(state)
         return x, tuple(new_states)
@@ -149,7 +148,7 @@ class BlockStack(nn.Module):
         return self.get_variable("params", name)
 
     def _init_pattern(self, x: jax.Array, context: Context, key: Any) -> list[PyTree]:
-        """Draw the parameters of all repetitions of each place of the pattern, in a loop, which compiles once."""
+        """Draw the parameters of all repetitions of each place of the pattern, in a loop that compiles once."""
         pattern = period(self.kinds)
 
         def of_repetition(repetition):
@@ -168,7 +167,7 @@ class BlockStack(nn.Module):
         return params
 
     def _run(self, kind: str) -> Callable:
-        """Return a function that runs a block: gather its parameters, apply it, compute it again if asked for."""
+        """Return a function that runs a block: gather its parameters, apply it, rematerialise it as `remat` says."""
         parallel = self.parallel
         mutable = ["intermediates"] if self.is_mutable_collection("intermediates") else False
         block = self.block_fn(kind)
@@ -206,7 +205,7 @@ class BlockStack(nn.Module):
 
 
 def init_states(kinds: Sequence[str], scan: bool, init_state: Callable[[str], PyTree]) -> PyTree:
-    """Return the states of all blocks before the first token, laid out as `BlockStack` needs them."""
+    """Return the states of all blocks before the first token, in the layout of `BlockStack`."""
     if not is_scanned(kinds, scan):
         return tuple(init_state(kind) for kind in kinds)
     pattern = period(kinds)
@@ -216,7 +215,7 @@ def init_states(kinds: Sequence[str], scan: bool, init_state: Callable[[str], Py
 
 
 def is_scanned(kinds: Sequence[str], scan: bool) -> bool:
-    """Tell whether blocks are scanned: asked for, and a pattern repeats."""
+    """Tell whether blocks are scanned: `scan` is on and a pattern repeats."""
     return scan and len(period(kinds)) < len(kinds)
 
 
@@ -229,7 +228,7 @@ def period(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def _unlist(items: list) -> PyTree:
-    """Lay out one item for each place of a pattern: bare if there is one place, else by the place's number."""
+    """Return the items of a pattern's places as a tree: the item itself if there is one place, else a dictionary."""
     return items[0] if len(items) == 1 else {str(place): item for place, item in enumerate(items)}
 
 
@@ -238,7 +237,7 @@ def _enlist(tree: PyTree, num_places: int) -> list[PyTree]:
 
 
 def _add_leading_axis(leaf: Any) -> Any:
-    """Name the leading axis of a stacked leaf: it is whole on every device."""
+    """Name the leading axis of a stacked leaf, which is replicated."""
     value = unboxed(leaf)
     return with_names(value, (None, *partition_names(leaf)[: value.ndim - 1])) if is_partitioned(leaf) else leaf
 

@@ -1,5 +1,9 @@
-"""The mLSTM layer of the original paper: between an up- and a down-projection, with a convolution and a skip."""
+"""The `mlstm_up` block of the original paper: its layer and its registry entry.
 
+The mLSTM lies between an up- and a down-projection, with a convolution and a skip connection.
+"""
+
+import functools
 from typing import NamedTuple
 
 import jax
@@ -9,21 +13,36 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.distributed.array_utils import axis_size, split_array_over_mesh
 from xlstm_jax.distributed.dense import ColumnDense, RowDense, SplitModule, apply_to_same
 from xlstm_jax.kernels.mlstm import MLSTMState, empty_state
 from xlstm_jax.kernels.mlstm.state import state_dtype
+from xlstm_jax.models.blocks import cost
+from xlstm_jax.models.blocks.activations import BlockActivations, Placement
+from xlstm_jax.models.blocks.kind import BlockKind, register_block_kind
 from xlstm_jax.models.shared.conv import CausalConv
 from xlstm_jax.models.shared.init import small_init, wang_init
 from xlstm_jax.models.shared.norms import MultiHeadNorm
+from xlstm_jax.models.shared.projections import common_arguments
 from xlstm_jax.models.shared.stack import Context
 from xlstm_jax.models.shared.utils import soft_cap_logits
+from xlstm_jax.models.xlstm.block import Block
 from xlstm_jax.models.xlstm.config import XLSTMConfig
-from xlstm_jax.models.xlstm.mlstm import common_arguments, run_cell, sow_cell
+from xlstm_jax.models.xlstm.mlstm import (
+    CELL_FIELDS,
+    MLSTM_KERNEL,
+    cell_cost,
+    cell_memory,
+    describe_cell,
+    num_post_normed,
+    run_cell,
+    sow_cell,
+)
 
 
 class MLSTMUpState(NamedTuple):
-    """What an `mlstm_up` block hands on: the last inputs of its convolution, and the memory of its cell."""
+    """The state of an `mlstm_up` block: the last inputs of its convolution, and the memory of its cell."""
 
     conv: Float[Array, "b t c"]
     cell: MLSTMState
@@ -42,7 +61,7 @@ class MLSTMUpLayer(SplitModule):
     def __call__(
         self, x: jax.Array, state: MLSTMUpState | None, context: Context
     ) -> tuple[jax.Array, MLSTMUpState | None]:
-        """Return the outputs, and the state after the last position if it is asked for."""
+        """Return the outputs, and the state after the last position if the context keeps it."""
         config, axis_name = self.config, self.config.parallel.model_axis_name
         num_heads, param_dtype = config.num_heads // axis_size(axis_name), jnp.dtype(config.param_dtype)
         conv_state, cell = (_empty_conv_state(config, x.shape[0]), None) if state is None else state
@@ -63,7 +82,7 @@ class MLSTMUpLayer(SplitModule):
         igate, fgate = (soft_cap_logits(gate, config.up_gate_soft_cap) for gate in (igate, fgate))
         q, k, v = (y.reshape(*y.shape[:-1], num_heads, -1) for y in (q, k, v))
         hidden, cell = run_cell(config, q, k, v, igate, fgate, cell, context)
-        hidden, activated, gate = (context.asked_for(y) for y in (hidden, activated, gate))
+        hidden, activated, gate = (context.requested(y) for y in (hidden, activated, gate))
         norm = MultiHeadNorm(axis_name, config.norm_eps, param_dtype, config.paper_norm, name="multihead_norm")
         normed = norm(hidden)
         skip = self.split_param("skip", nn.initializers.ones, (config.inner_dim,), param_dtype, 0, axis_name)
@@ -75,7 +94,7 @@ class MLSTMUpLayer(SplitModule):
 
 
 class BlockDiagonalDense(SplitModule):
-    """Dense layer whose kernel is block-diagonal: each group of features is mixed by itself.
+    """Dense layer whose kernel is block-diagonal: each group of features is mixed separately.
 
     Attributes:
         block_size: The number of features in a group.
@@ -131,3 +150,67 @@ def init_mlstm_up_state(config: XLSTMConfig, batch_size: int) -> MLSTMUpState:
 def _empty_conv_state(config: XLSTMConfig, batch_size: int) -> Float[Array, "b t c"]:
     num_channels = config.inner_dim // axis_size(config.parallel.model_axis_name)
     return jnp.zeros((batch_size, config.conv_kernel_size - 1, num_channels), config.dtype)
+
+
+def _head_dim(config: XLSTMConfig) -> int:
+    return config.inner_dim // config.num_heads
+
+
+def _create(config: XLSTMConfig) -> Block:
+    return Block(config, MLSTMUpLayer, "mlstm", config.paper_norm, parent=None)
+
+
+def _cost(config: XLSTMConfig, length: int) -> cost.BlockCost:
+    dim, inner_dim = config.embedding_dim, config.inner_dim
+    dense = functools.partial(cost.dense, length, use_bias=config.use_bias)
+    return cost.total(
+        [
+            cost.vectors(dim, inner_dim, inner_dim),
+            cost.vectors(*[dim] * (1 if config.post_norm else 0)),
+            *(dense(dim, inner_dim) for _ in ("up", "gate")),
+            cost.causal_conv(config.conv_kernel_size, inner_dim, jnp.dtype(config.dtype).itemsize),
+            *(cost.block_diagonal(length, inner_dim, config.qkv_block_size) for _ in "qkv"),
+            *(cost.dense(length, 3 * inner_dim, config.num_heads, use_bias=True) for _ in ("igate", "fgate")),
+            cell_cost(config, length, _head_dim(config), _head_dim(config)),
+            dense(inner_dim, dim, is_last=not config.post_norm),
+        ]
+    )
+
+
+def _activations(config: XLSTMConfig, placement: Placement) -> BlockActivations:
+    itemsize, dim = jnp.dtype(config.dtype).itemsize, config.embedding_dim
+    inner_dim = config.inner_dim / placement.model_axis_size
+    cell, temporaries = cell_memory(config, placement, _head_dim(config), _head_dim(config))
+    qkv = 3 * inner_dim * jnp.dtype(config.gate_dtype).itemsize  # as the gates read them
+    return BlockActivations(
+        inputs=itemsize * dim,
+        stream=0,
+        projections=itemsize * (2 * inner_dim + num_post_normed(config, 1)),
+        cell=cell,
+        operands=itemsize * inner_dim,
+        rest=itemsize * (dim + 6 * inner_dim) + qkv,
+        temporaries=temporaries,
+    )
+
+
+def _check(config: XLSTMConfig) -> None:
+    if config.inner_dim % config.qkv_block_size:
+        raise ConfigError(f"inner_dim {config.inner_dim} is no multiple of qkv_block_size {config.qkv_block_size}.")
+
+
+register_block_kind(
+    BlockKind(
+        name="mlstm_up",
+        config_class=XLSTMConfig,
+        create=_create,
+        init_state=init_mlstm_up_state,
+        cost=_cost,
+        activations=_activations,
+        describe_backend=lambda config: describe_cell(config, _head_dim(config), _head_dim(config)),
+        kernel=MLSTM_KERNEL,
+        num_heads=lambda config: config.num_heads,
+        head_sizes=lambda config: {"inner_dim": config.inner_dim},
+        fields=("up_proj_factor", "qkv_block_size", "up_gate_soft_cap", "conv_kernel_size", "paper_norm", *CELL_FIELDS),
+        check=_check,
+    )
+)

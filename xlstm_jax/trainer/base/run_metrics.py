@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from xlstm_jax.models.cost import model_cost
-from xlstm_jax.models.llama.config import LlamaConfig
-from xlstm_jax.models.xlstm.config import XLSTMConfig
+from xlstm_jax.models.language_model import LanguageModelConfig
 from xlstm_jax.trainer.base.steps import BAD_STEPS
 from xlstm_jax.trainer.run.clock import Clock
 from xlstm_jax.trainer.run.progress import Progress
@@ -101,8 +100,8 @@ def mfu_flops(model_config: Any, sequence_length: int) -> dict[str, float]:
 
 
 def flops_per_token(model_config: Any, sequence_length: int) -> float:
-    """Return the FLOPs of a token in training; 0 for models without a FLOP model."""
-    if not isinstance(model_config, XLSTMConfig | LlamaConfig) or sequence_length < 2:
+    """Return the FLOPs of a token in training; 0 for models that are not ours."""
+    if not isinstance(model_config, LanguageModelConfig) or sequence_length < 2:
         return 0.0
     return model_cost(model_config, sequence_length=sequence_length).flops_per_token.model
 
