@@ -67,6 +67,7 @@ def test_a_parameter_without_a_rule_is_not_left_out(kinds):
         ("post_norm", True),
         ("up_gate_soft_cap", 15.0),
         ("logits_soft_cap", 30.0),
+        ("block_kinds", ["mlstm_up", "attention"]),
     ],
 )
 def test_what_the_model_of_the_paper_lacks_is_refused_by_its_name(name, value):

@@ -403,7 +403,7 @@ def test_the_config_survives_the_metadata_of_a_checkpoint():
     ("changes", "message"),
     [
         ({"num_heads": 3}, "qk_dim 8 is no multiple of num_heads 3"),
-        ({"block_kinds": "lstm"}, "must be of the kinds mlstm, mlstm_up, slstm"),
+        ({"block_kinds": "lstm"}, "must be of the kinds attention, mlstm, mlstm_up, slstm"),
         ({"block_kinds": "xLSTM[2:1]"}, "num_blocks is 2"),
         ({"block_kinds": ("mlstm",)}, "num_blocks is 2"),
         ({"block_kinds": "xLSTM[0:0]"}, "must be of the kinds"),

@@ -58,7 +58,7 @@ def test_a_factor_that_leaves_no_feature_is_refused(factor, size):
         ("mlstm_up", {"gate_soft_cap": None}, "only in those of kind mlstm: leave it out"),
         ("mlstm_up", {"input_gate_bias_init": -1.0}, "only in those of kind mlstm: leave it out"),
         ("mlstm_up", {"qk_dim_factor": 1.0}, "only in those of kind mlstm: leave it out"),
-        ("mlstm_up", {"ffn_dim": 64}, "only in those of kind mlstm: leave it out"),
+        ("mlstm_up", {"ffn_dim": 64}, "only in those of kind attention and mlstm: leave it out"),
         ("mlstm_up", {"slstm_backend": "reference"}, "only in those of kind slstm: leave it out"),
         ("slstm", {"chunk_size": 8}, "only in those of kind mlstm and mlstm_up: leave it out"),
         ("slstm", {"input_gate": "sigmoid"}, "only in those of kind mlstm and mlstm_up: leave it out"),

@@ -54,6 +54,7 @@ def trace_model(config, world: World):
 XLSTM_BASE = {"vocab_size": 12, "embedding_dim": 16, "num_heads": 2, "num_blocks": 1, "chunk_size": 4}
 PAPER = {"block_kinds": "mlstm_up"}
 SLSTM = {"block_kinds": "slstm", "chunk_size": 64}
+ATTENTION = {"block_kinds": "attention", "chunk_size": 64}
 LLAMA_BASE = {"vocab_size": 12, "embedding_dim": 16, "num_blocks": 1, "head_dim": 8}
 OF_BOTH = {
     "vocab_size": 13,
@@ -106,6 +107,10 @@ MODELS = [
         mlstm_backend=Beside("parallel", {"chunk_size": 64}),
         slstm_backend=Beside("reference", SLSTM),
         gate_dtype="bfloat16",
+        num_kv_heads=Beside(1, ATTENTION),
+        theta=Beside(100.0, ATTENTION),
+        attention_backend=Beside("cudnn", ATTENTION),
+        max_state_length=Beside(9, ATTENTION),
     ),
     *cases(
         LlamaConfig,

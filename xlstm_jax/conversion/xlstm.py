@@ -201,11 +201,12 @@ def paper_rules(config: XLSTMConfig) -> list[Rule]:
     A config of ours that computes what their model cannot is refused.
     """
     _refuse_what_they_lack(config, _OF_PAPER, "the xLSTM of the paper")
-    blocks = [
-        rule.at(index)
-        for index, kind in enumerate(config.kinds)
-        for rule in {"mlstm_up": _paper_mlstm_rules, "slstm": _paper_slstm_rules}[kind](config)
-    ]
+    rules_of = {"mlstm_up": _paper_mlstm_rules, "slstm": _paper_slstm_rules}
+    if not set(config.kinds) <= set(rules_of):
+        raise ConfigError(
+            f"block_kinds is {config.block_kinds!r}, but the xLSTM of the paper has only blocks 'mlstm_up' and 'slstm'."
+        )
+    blocks = [rule.at(index) for index, kind in enumerate(config.kinds) for rule in rules_of[kind](config)]
     return [
         rename("token_embedding.weight", "token_embedding.embedding"),
         *blocks,

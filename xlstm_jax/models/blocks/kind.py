@@ -110,10 +110,10 @@ def block_kind(name: str) -> BlockKind[Any]:
 
 
 def all_kinds() -> tuple[BlockKind[Any], ...]:
-    """Return all entries, in the order of registration."""
-    return tuple(_KINDS.values())
+    """Return all entries, by their names."""
+    return tuple(_KINDS[name] for name in sorted(_KINDS))
 
 
 def kinds_for(config: Any) -> tuple[str, ...]:
     """Return the names of the kinds that a stack of this config can contain."""
-    return tuple(name for name, kind in _KINDS.items() if isinstance(config, kind.config_class))
+    return tuple(kind.name for kind in all_kinds() if isinstance(config, kind.config_class))

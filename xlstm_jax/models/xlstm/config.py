@@ -10,6 +10,8 @@ from xlstm_jax.kernels.mlstm.api import Backend as MLSTMBackend
 from xlstm_jax.kernels.slstm.api import Backend as SLSTMBackend
 from xlstm_jax.models.blocks.kind import block_kind, kinds_for
 from xlstm_jax.models.language_model import LanguageModelConfig, check_at_least_1, check_caps, check_positive
+from xlstm_jax.models.llama.attention import AttentionBackend
+from xlstm_jax.models.llama.layer import AttentionShape
 from xlstm_jax.models.shared.checks import check_heads
 from xlstm_jax.models.shared.feedforward import round_up
 
@@ -20,8 +22,9 @@ class XLSTMConfig(LanguageModelConfig):
 
     `mlstm` is the block of xLSTM-7B: an mLSTM layer, then a gated feed-forward layer. `mlstm_up` and `slstm` are those
     of the original paper: an mLSTM between an up- and a down-projection, and an sLSTM followed by a gated feed-forward
-    layer. A field that no block of the model reads has to keep its default; the registry entry of each kind
-    (`models.blocks`) lists the fields that only some kinds read.
+    layer. `attention` is causal attention within documents with rotary positions, then a gated feed-forward layer. A
+    field that no block of the model reads has to keep its default; the registry entry of each kind (`models.blocks`)
+    lists the fields that only some kinds read.
     """
 
     num_heads: int
@@ -30,7 +33,7 @@ class XLSTMConfig(LanguageModelConfig):
     `b` blocks `slstm`, repeated."""
     embedding_dropout: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """The norm of `mlstm` blocks and before the head."""
+    """The norm of `mlstm` and `attention` blocks and before the head."""
     paper_norm: Literal["rmsnorm", "layernorm"] = "layernorm"
     """The norm of `mlstm_up` and `slstm` blocks, over all features and over those of each head."""
     post_norm: bool = False
@@ -55,11 +58,12 @@ class XLSTMConfig(LanguageModelConfig):
     cell_eps: float = 1e-6
     """Added to the denominator of the mLSTM, in `mlstm` and `mlstm_up` blocks."""
     ffn_proj_factor: float = 2.667
-    """Width of the feed-forward layer of `mlstm` blocks relative to the model's, before it is rounded up."""
+    """Width of the feed-forward layer of `mlstm` and `attention` blocks relative to the model's, before it is rounded
+    up."""
     ffn_round_up: int = 64
-    """The width of the feed-forward layer of `mlstm` blocks is rounded up to a multiple of this."""
+    """The width of that feed-forward layer is rounded up to a multiple of this."""
     ffn_dim: int | None = None
-    """Width of the feed-forward layer of `mlstm` blocks; computed from the two fields above if `None`."""
+    """Width of that feed-forward layer; computed from the two fields above if `None`."""
 
     conv_kernel_size: int = 4
     """Width of the convolutions of `mlstm_up` and `slstm` blocks."""
@@ -80,15 +84,29 @@ class XLSTMConfig(LanguageModelConfig):
     gate_dtype: str = "float32"
     """Precision of the gate projections."""
 
+    num_kv_heads: int | None = None
+    """Heads of keys and values in `attention` blocks, each shared by a group of query heads; `None` gives every query
+    head its own."""
+    theta: float = 10000.0
+    """Base of the wavelengths of rotary positions in `attention` blocks."""
+    attention_backend: AttentionBackend = "auto"
+    """The kernel of `attention` blocks, as in `LlamaConfig`."""
+    max_state_length: int = 2048
+    """Tokens that the state of `attention` blocks can hold, as in `LlamaConfig`."""
+
     def _check_sizes(self) -> None:
         super()._check_sizes()
-        check_at_least_1(self, ("num_heads", "ffn_round_up", "conv_kernel_size", "qkv_block_size", "chunk_size"))
+        check_at_least_1(
+            self, ("num_heads", "ffn_round_up", "conv_kernel_size", "qkv_block_size", "chunk_size", "max_state_length")
+        )
         factors = ("qk_dim_factor", "v_dim_factor", "ffn_proj_factor", "up_proj_factor", "slstm_ffn_factor")
-        check_positive(self, factors)
+        check_positive(self, (*factors, "theta"))
         if self.cell_eps < 0:
             raise ConfigError(f"cell_eps is {self.cell_eps}, but must be at least 0.")
         if self.ffn_dim is not None and self.ffn_dim < 1:
             raise ConfigError(f"ffn_dim is {self.ffn_dim}, but must be at least 1, or None to compute it.")
+        if self.num_kv_heads is not None and self.num_kv_heads < 1:
+            raise ConfigError(f"num_kv_heads is {self.num_kv_heads}, but must be at least 1, or None for num_heads.")
 
     def _check_combinations(self) -> None:
         super()._check_combinations()
@@ -169,6 +187,21 @@ class XLSTMConfig(LanguageModelConfig):
         return self.norm
 
     @property
+    def attention(self) -> AttentionShape:
+        """The shape of attention in `attention` blocks."""
+        return AttentionShape(
+            num_heads=self.num_heads,
+            kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
+            head_dim=self.embedding_dim // self.num_heads,
+            theta=self.theta,
+            qk_norm=False,
+            causal=True,
+            masks_documents=True,
+            backend=self.attention_backend,
+            max_state_length=self.max_state_length,
+        )
+
+    @property
     def qk_dim(self) -> int:
         """The number of features of all queries, or keys."""
         return int(self.embedding_dim * self.qk_dim_factor)
@@ -190,7 +223,7 @@ class XLSTMConfig(LanguageModelConfig):
 
     @property
     def ffn_hidden_dim(self) -> int:
-        """The width of the feed-forward layer of `mlstm` blocks."""
+        """The width of the feed-forward layer of `mlstm` and `attention` blocks."""
         return self.ffn_dim or round_up(self.embedding_dim * self.ffn_proj_factor, self.ffn_round_up)
 
 

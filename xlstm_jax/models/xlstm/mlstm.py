@@ -164,6 +164,8 @@ def init_mlstm_state(config: XLSTMConfig, batch_size: int) -> MLSTMState:
 
 
 MLSTM_KERNEL = Kernel("mLSTM", get_args(api.Form), api.resolve_backend, api.choose_backend)
+FFN_FIELDS = ("ffn_proj_factor", "ffn_round_up", "ffn_dim")
+"""The fields of the feed-forward layer, which `mlstm` and `attention` blocks read."""
 CELL_FIELDS = ("input_gate", "cell_eps", "chunk_size", "mlstm_backend")
 """The fields that both kinds of blocks with an mLSTM read."""
 
@@ -308,7 +310,7 @@ register_block_kind(
         head_sizes=lambda config: {"qk_dim": config.qk_dim, "v_dim": config.v_dim},
         fields=(
             *("qk_dim_factor", "v_dim_factor", "qk_norm", "qk_norm_scale", "gate_soft_cap", "input_gate_bias_init"),
-            *("ffn_proj_factor", "ffn_round_up", "ffn_dim"),
+            *FFN_FIELDS,
             *CELL_FIELDS,
         ),
         lay_out_for_decoding=concatenate_kernels,
