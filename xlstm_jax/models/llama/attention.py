@@ -1,4 +1,4 @@
-"""Attention with rotary positions and grouped queries, and the cache of keys and values that is its state."""
+"""Attention with rotary positions and grouped queries, and its state: a cache of keys and values."""
 
 import functools
 import logging
@@ -18,21 +18,21 @@ from xlstm_jax.kernels.shared.log_once import log_once
 LOGGER = logging.getLogger(__name__)
 
 AttentionBackend = Literal["auto", "xla", "cudnn", "mosaic", "pallas_triton"]
-"""Names that configs may hold; `pallas_triton` only to be refused with advice, for configs in use have it."""
+"""Names in configs; `pallas_triton` is only accepted to be refused with advice, as old configs contain it."""
 BACKENDS = ("auto", "xla", "cudnn", "mosaic")
 HALF_PRECISION = (jnp.bfloat16, jnp.float16)
 
 
 class KVCache(NamedTuple):
-    """The keys and values of the tokens so far, in the order they came; a row may hold more tokens than another."""
+    """The keys and values of the tokens so far, in order; rows may hold different numbers of tokens."""
 
     keys: Float[Array, "b n h d"]
-    """Keys, already turned to their positions; slots from `length` on are empty."""
+    """Keys, rotated to their positions; slots from `length` on are empty."""
     values: Float[Array, "b n h d"]
     length: Int[Array, " b"]
     """The number of tokens held."""
     next_position: Int[Array, " b"]
-    """The position of the next token, if nobody says otherwise."""
+    """The default position of the next token."""
     document_start: Int[Array, " b"]
     """The slot where the document of the last token begins."""
 
@@ -51,12 +51,12 @@ def precompute_freqs(
     theta: float = 10000.0,
     dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "*b s d"], Float[Array, "*b s d"]]:
-    """Compute by how much rotary positions turn each pair of features: pair `i` by `position / theta^(2i / feat_dim)`.
+    """Compute the angles of rotary positions: pair `i` of features is rotated by `position / theta^(2i / feat_dim)`.
 
     Args:
-        feat_dim: The number of features, twice that of pairs.
+        feat_dim: The number of features, twice the number of pairs.
         pos_idx: The positions.
-        max_length: Take the positions from 0 up to this, if there is no `pos_idx`.
+        max_length: Without `pos_idx`, positions count from 0 up to this number.
         theta: The base.
         dtype: Precision of the results; the angles are computed in float32 at least.
 
@@ -80,32 +80,32 @@ def apply_rotary_emb(
     freqs_cos: Float[Array, "*b s p"] | None = None,
     theta: float = 10000.0,
 ) -> tuple[Float[Array, "b s hq d"], Float[Array, "b s hk d"]]:
-    """Turn queries and keys to their positions. Features 0 and 1 are the first pair, 2 and 3 the second.
+    """Rotate queries and keys to their positions. Features 0 and 1 are the first pair, 2 and 3 the second.
 
     Args:
         xq: Queries.
         xk: Keys.
         freqs_sin: Sines of `precompute_freqs`.
         freqs_cos: Cosines of `precompute_freqs`. Without the two, positions count from 0 along the sequence.
-        theta: The base, if positions are counted here.
+        theta: The base, if positions are counted in this function.
 
     Returns:
-        The turned queries and keys.
+        The rotated queries and keys.
     """
     if freqs_sin is None or freqs_cos is None:
         freqs_sin, freqs_cos = precompute_freqs(xq.shape[-1], max_length=xq.shape[1], theta=theta)
     sin, cos = freqs_sin[..., None, :], freqs_cos[..., None, :]
 
-    def turn(x: jax.Array) -> jax.Array:
+    def rotate(x: jax.Array) -> jax.Array:
         first, second = x[..., 0::2], x[..., 1::2]
         pairs = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
         return pairs.reshape(x.shape).astype(x.dtype)
 
-    return turn(xq), turn(xk)
+    return rotate(xq), rotate(xk)
 
 
 def segment_mask(segment_ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
-    """Tell for each pair of positions whether they are in the same segment; the second axis is for heads."""
+    """Return for each pair of positions whether they are in the same segment; the second axis is for heads."""
     return (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
 
 
@@ -126,8 +126,8 @@ def multihead_attention(
         q: Queries.
         k: Keys. A head of keys and values serves a group of neighbouring heads of queries, if there are fewer of them.
         v: Values.
-        segment_ids: Positions see only their own segment.
-        causal: Positions see only themselves and those before.
+        segment_ids: Positions attend only to their own segment.
+        causal: Positions attend only to themselves and those before.
         qk_scale: Multiplies the products of queries and keys; `1/sqrt(d)` by default.
         backend: `xla`, which runs on every device, `cudnn`, on NVIDIA GPUs and with bfloat16 or float16, `mosaic`, our
             kernels for Hopper GPUs, which compute contiguous segments and leave the rest to cuDNN, or `auto`, the
@@ -136,7 +136,7 @@ def multihead_attention(
             GPUs need no mask of all pairs of positions.
 
     Returns:
-        The mean of values that each head of queries sees.
+        The weighted mean of values for each head of queries.
     """
     _check_shapes(q, k, v, segment_ids)
     chosen = resolve_backend(backend, q.dtype, q.shape[-1])
@@ -170,16 +170,16 @@ def cached_attention(
     starts: Int[Array, "b s"] | None = None,
     backend: AttentionBackend = "xla",
 ) -> Float[Array, "b s hq d"]:
-    """Attend from the last tokens of a cache to themselves and to those before them.
+    """Attend from the last tokens of a cache to themselves and to the tokens before them.
 
     Args:
         q: The queries of the last tokens.
-        cache: The cache; the keys and values of the same tokens are in it.
-        starts: The first slot that each token sees; the first of all by default.
+        cache: The cache, including the keys and values of these tokens.
+        starts: The first slot that each token attends to; slot 0 by default.
         backend: As for `multihead_attention`.
 
     Returns:
-        The mean of values that each head of queries sees.
+        The weighted mean of values for each head of queries.
     """
     key_slots = jnp.arange(cache.keys.shape[1])
     slots = cache.length[:, None] - q.shape[1] + jnp.arange(q.shape[1])
@@ -197,7 +197,7 @@ def append(
     positions: Int[Array, "b s"],
     starts: Int[Array, "b s"] | None = None,
 ) -> KVCache:
-    """Write tokens behind those of a cache; what does not fit is dropped.
+    """Append tokens to a cache; tokens that do not fit are dropped.
 
     Args:
         cache: The cache.
@@ -207,7 +207,7 @@ def append(
         starts: The slots where their documents begin.
 
     Returns:
-        The cache with the tokens in it.
+        The cache with these tokens.
     """
     at = jnp.arange(k.shape[0])[:, None], cache.length[:, None] + jnp.arange(k.shape[1])
     return KVCache(
@@ -220,7 +220,7 @@ def append(
 
 
 def check_backend(backend: str, dtype: jnp.dtype, head_dim: int) -> None:
-    """Refuse a backend that does not exist, or cannot treat heads of a precision and size on any device."""
+    """Raise if a backend does not exist, or cannot compute heads of a precision and size on any device."""
     if backend == "pallas_triton":
         raise ConfigError(
             "The attention backend 'pallas_triton' is gone, for JAX has deprecated it: use 'cudnn' on NVIDIA GPUs, or "
@@ -241,7 +241,7 @@ def check_backend(backend: str, dtype: jnp.dtype, head_dim: int) -> None:
 
 
 def choose_backend(dtype: jnp.dtype, head_dim: int) -> tuple[Literal["xla", "cudnn"], str]:
-    """Return the backend that `auto` picks on this device, and what is to be said about it."""
+    """Return the backend that `auto` picks on this device, and why."""
     platform = jax.default_backend()
     if platform == "gpu" and dtype in HALF_PRECISION and head_dim % 8 == 0 and head_dim <= 128:
         return "cudnn", "cuDNN, for this is a GPU and heads are in half precision"
@@ -250,7 +250,7 @@ def choose_backend(dtype: jnp.dtype, head_dim: int) -> tuple[Literal["xla", "cud
 
 
 def resolve_backend(backend: AttentionBackend, dtype: jnp.dtype, head_dim: int) -> Literal["xla", "cudnn", "mosaic"]:
-    """Return the backend that computes heads of a precision and size on this device, and say what `auto` picks.
+    """Return the backend that computes heads of a precision and size on this device, and log what `auto` picks.
 
     Raises:
         ValueError: If the backend cannot, with the reason.
@@ -270,5 +270,5 @@ def resolve_backend(backend: AttentionBackend, dtype: jnp.dtype, head_dim: int) 
 
 
 def _for_all_pairs(backend: Literal["xla", "cudnn", "mosaic"]) -> Literal["xla", "cudnn"]:
-    """Return the backend for what is no packed row of documents, which the kernels for Hopper GPUs leave to cuDNN."""
+    """Return the backend for attention outside packed documents, which the kernels for Hopper GPUs leave to cuDNN."""
     return "cudnn" if backend == "mosaic" else backend

@@ -1,4 +1,4 @@
-"""Checks that the configs and the calls of all models share."""
+"""Checks of configs and of the arguments of models."""
 
 import dataclasses
 import functools
@@ -31,13 +31,13 @@ def check_dtypes(config: Any, names: tuple[str, ...]) -> None:
 
 
 def check_float8(config: Any) -> None:
-    """Raise if activations do not have the range of what is multiplied in float8."""
+    """Raise if the dtype of activations does not have the range that float8 needs."""
     if config.float8 and config.dtype not in ("bfloat16", "float32"):
         raise ConfigError(f"float8 needs the range of bfloat16, but dtype is {config.dtype}: set dtype to bfloat16.")
 
 
 def check_literals(config: Any) -> None:
-    """Raise if a field with a list of choices has none of them."""
+    """Raise if the value of a field is none of its choices."""
     for field in dataclasses.fields(config):
         options, value = typing.get_args(field.type), getattr(config, field.name)
         if typing.get_origin(field.type) is Literal and value not in options:
@@ -45,7 +45,7 @@ def check_literals(config: Any) -> None:
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
-    """Raise if a setting would be ignored."""
+    """Raise if models would ignore a setting."""
     for field in ("fsdp_modules", "remat"):
         unknown = [name for name in getattr(parallel, field) if name not in MODULE_NAMES]
         if unknown:

@@ -13,7 +13,7 @@ class CausalConv(SplitModule):
     """Each channel is a weighted sum of its own last inputs; channels may be split over a mesh axis.
 
     Attributes:
-        kernel_size: The number of inputs that an output sees, its own included.
+        kernel_size: The number of inputs that an output depends on, including its own.
         axis_name: The mesh axis.
         dtype: Precision of the computation.
         param_dtype: Precision of the parameters.
@@ -28,7 +28,7 @@ class CausalConv(SplitModule):
     def __call__(
         self, x: Float[Array, "b s c"], state: Float[Array, "b t c"], resets: Bool[Array, "b s"] | None
     ) -> tuple[Float[Array, "b s c"], Float[Array, "b t c"]]:
-        """Return the outputs and the last inputs; an output sees no input of an earlier document."""
+        """Return the outputs and the last inputs; outputs do not depend on earlier documents."""
         num_channels = x.shape[-1] * axis_size(self.axis_name)
         kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=0, out_axis=())
         kernel = self.split_param(

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 
 class Embedding(nn.Module):
-    """The table itself, not a look-up: models with tied weights multiply with it as well.
+    """The table itself: models look up rows in it, and with tied weights multiply by it.
 
     Attributes:
         vocab_size: The number of tokens.

@@ -23,7 +23,7 @@ class GatedFeedForward(nn.Module):
         use_bias: Whether the three layers have biases.
         dtype: Precision of the computation.
         param_dtype: Precision of the parameters.
-        float8: Whether products are computed in float8.
+        float8: Whether matmuls are computed in float8.
     """
 
     hidden_dim: int
@@ -52,5 +52,5 @@ class GatedFeedForward(nn.Module):
 
 
 def round_up(size: float | int, multiple: int) -> int:
-    """Return the smallest multiple that is not below a size."""
+    """Round a size up to a multiple."""
     return -int(-size // multiple) * multiple

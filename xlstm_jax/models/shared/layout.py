@@ -1,6 +1,6 @@
 """Two layouts of the parameters of a stack: scanned (stacked), and canonical with one entry for each block.
 
-Checkpoints and conversion use the canonical one, `block_stack.block_<i>`; `BlockStack` says how the scanned one looks.
+Checkpoints and conversion use the canonical one, `block_stack.block_<i>`; `BlockStack` describes the scanned one.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from xlstm_jax.models.shared.stack import is_scanned, period
 
 
 def to_canonical(params: dict[str, Any], kinds: Sequence[str], scan: bool) -> dict[str, Any]:
-    """Give each block an entry of its own.
+    """Unstack the parameters of scanned blocks.
 
     Args:
         params: The parameters of a model, without boxes.
@@ -37,7 +37,7 @@ def to_canonical(params: dict[str, Any], kinds: Sequence[str], scan: bool) -> di
 
 
 def from_canonical(params: dict[str, Any], kinds: Sequence[str], scan: bool) -> dict[str, Any]:
-    """Stack the blocks of the canonical layout as a model needs them; the inverse of `to_canonical`."""
+    """Stack the parameters of scanned blocks; the inverse of `to_canonical`."""
     if not is_scanned(kinds, scan):
         return params
     pattern = period(kinds)

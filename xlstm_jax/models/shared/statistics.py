@@ -23,10 +23,10 @@ def sow_mean(module: nn.Module, **arrays: jax.Array) -> None:
 
 
 def sow_gates(module: nn.Module, **preactivations: jax.Array) -> None:
-    """Sow what the layers that compute the pre-activations of gates give, and the means of their biases.
+    """Sow statistics of the pre-activations of gates, and the means of the biases of their layers.
 
     Args:
-        module: The module; the layer of a gate is its child of the name of the gate.
+        module: The module; its child with the name of a gate is the layer of that gate.
         **preactivations: The pre-activations of each gate; sown are `max_<name>_preact`, `min_<name>_preact`,
             `mean_<name>_preact` and `<name>_bias`.
     """
@@ -38,6 +38,6 @@ def sow_gates(module: nn.Module, **preactivations: jax.Array) -> None:
 
 
 def _sow(module: nn.Module, name: str, statistic, x: jax.Array) -> None:
-    """Compute a statistic in float32 at least, unless nobody asks for it."""
+    """Sow a statistic, computed in float32 at least, if the collection is mutable."""
     if module.is_mutable_collection(COLLECTION):
         module.sow(COLLECTION, name, statistic(x.astype(jnp.promote_types(x.dtype, jnp.float32))))

@@ -18,12 +18,12 @@ __all__ = ["add_branch", "prepare_module", "soft_cap_logits"]
 def prepare_module(
     layer: Callable[..., nn.Module], layer_name: str, config: ParallelConfig | None
 ) -> Callable[..., nn.Module]:
-    """Wrap a module class as a config asks for: split over the FSDP axis, computed again in the backward pass.
+    """Wrap a module class as a config says: sharded over the FSDP axis, recomputed in the backward pass.
 
     Args:
         layer: The module class, or a `functools.partial` of one.
-        layer_name: The name by which `fsdp_modules` and `remat` of the config speak of it.
-        config: The config; `None` leaves the module as it is.
+        layer_name: The name of the module in `fsdp_modules` and `remat` of the config.
+        config: The config; `None` leaves the module unchanged.
 
     Returns:
         The wrapped class. The names of its parameters do not change.
@@ -42,10 +42,10 @@ def prepare_module(
 
 
 def add_branch(x: jax.Array, branch: jax.Array) -> jax.Array:
-    """Add the result of a branch to the residual stream, and keep the sum for the backward pass.
+    """Add the output of a branch to the residual stream, and save the sum for the backward pass.
 
-    On GPUs, XLA adds the stream within the branch's last product if both are matrices. Were they arrays with more axes,
-    it would first copy the stream.
+    On GPUs, XLA fuses the addition into the last matmul of the branch if both arrays are matrices. With more axes, it
+    would first copy the stream.
     """
     assert x.shape == branch.shape, f"{branch.shape} is added to {x.shape}"
     rows = -1, x.shape[-1]

@@ -1,4 +1,4 @@
-"""The two ends of a language model, as its config wants them: from tokens to features, and from features to logits."""
+"""The embedding and the head of a language model, created from its config."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from xlstm_jax.models.shared.utils import prepare_module
 
 
 def create_embedding(config: Any) -> nn.Module:
-    """Create the table of embeddings, inside a module that is being called."""
+    """Create the embedding table, inside a module that is being called."""
     return prepare_module(Embedding, "Embed", config.parallel)(
         config.vocab_size,
         config.embedding_dim,
