@@ -1,7 +1,6 @@
 """Which backends of each kernel can run here, why the others cannot, and which one `auto` picks."""
 
-import xlstm_jax.models.llama
-import xlstm_jax.models.xlstm  # noqa: F401 (the two packages register their kinds)
+import xlstm_jax.models.xlstm  # noqa: F401 (registers its kinds)
 from xlstm_jax.cli.checks.section import PASSED, Section
 from xlstm_jax.models.blocks.kind import all_kinds
 from xlstm_jax.models.llama.layer import SAMPLE_DTYPE, SAMPLE_HEAD_DIM
