@@ -21,6 +21,7 @@ from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.planning.abstract import AbstractTrainer
 from xlstm_jax.trainer.base.config import TrainerConfig
 from xlstm_jax.trainer.base.guard import BadStepConfig
+from xlstm_jax.trainer.base.validation import ValidationSchedule
 from xlstm_jax.trainer.callbacks.watchdog import HangWatchdogConfig
 from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.logger import LoggerConfig
@@ -197,7 +198,7 @@ def post_process(config, world: World):
 def build_trainer(config, world: World):
     """Build a trainer, and record how its steps are compiled."""
     compiled = []
-    name = "xlstm_jax.trainer.base.trainer.compile_step"
+    name = "xlstm_jax.trainer.base.training_program.compile_step"
     world.monkeypatch.setattr(name, lambda step, **options: compiled.append(options) or step)
     world.monkeypatch.setattr(f"{name.rpartition('.')[0]}.deterministic_options", lambda: "deterministic")
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -214,6 +215,7 @@ def train_briefly(config, world: World):
     del world
     trainer, evaluated = make_regression(), []
     trainer.trainer_config = dataclasses.replace(config, logger=None)
+    trainer.validation = ValidationSchedule(trainer.trainer_config, trainer.progress)
     trainer.train_step = lambda state, batch, metrics: (state.replace(step=state.step + 1), FrozenDict(metrics or {}))
     trainer.eval_model = lambda *_args, **_options: evaluated.append(trainer.global_step) or {}
     trainer.train_model(draw_batches(2), draw_batches(1), num_epochs=2)

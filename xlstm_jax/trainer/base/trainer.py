@@ -76,7 +76,6 @@ class TrainerModule(TrainingProgram, CallbackHooks):
         evaluator: Evaluates the model on data sets.
         validation: Decides when to validate.
         bad_steps: Acts on bad steps.
-        checkpoints: Reads the checkpoints of the run.
         dataset: The argument of `set_dataset`.
         should_stop: If set to true, the run ends after the current step or validation.
         status: How the last training ended: `success`, `nan` (bad step), `skipped` (too many), `interrupted`, `error`.
@@ -119,6 +118,11 @@ class TrainerModule(TrainingProgram, CallbackHooks):
     def global_step(self, step: int) -> None:
         self.progress.step = step
 
+    @property
+    def checkpoints(self) -> RunCheckpoints:
+        """Reads the checkpoints of the run, which the callbacks write."""
+        return RunCheckpoints(self.callbacks, self.progress, self.clock, self.heartbeat)
+
     def init_logger(self, logger_config: LoggerConfig | None) -> None:
         """Create the logger and the parts that log: monitor, heartbeat, evaluator and bad-step handler."""
         if logger_config is not None:
@@ -138,14 +142,13 @@ class TrainerModule(TrainingProgram, CallbackHooks):
         self.bad_steps = BadStepHandler(self.trainer_config, self.progress, self.logger, self.monitor)
 
     def init_callbacks(self, callback_configs: Sequence[CallbackConfig]) -> None:
-        """Create the callbacks, and the reader of their checkpoints."""
+        """Create the callbacks."""
         self.callbacks: list[Callback] = []
         for config in callback_configs:
             if isinstance(config, type):
                 raise ConfigError(f"callbacks has the class {config.__name__}: give a config, {config.__name__}(...).")
             self.callbacks.append(config.create(trainer=self, data_module=None))
         check_folders(self.callbacks)
-        self.checkpoints = RunCheckpoints(self.callbacks, self.progress, self.clock, self.heartbeat)
         if self.bad_steps.rolls_back and self.checkpoints.callback is None:
             raise ConfigError("To roll back, a run needs checkpoints: add a ModelCheckpointConfig to its callbacks.")
 

@@ -35,7 +35,11 @@ class LoopTrainer(TrainerLike, Protocol):
     heartbeat: Heartbeat
     validation: ValidationSchedule
     bad_steps: BadStepHandler
-    checkpoints: RunCheckpoints
+
+    @property
+    def checkpoints(self) -> RunCheckpoints:
+        """The checkpoints of the run."""
+        ...
 
     def take_step(self, batch: Batch) -> None:
         """Train on a batch."""
