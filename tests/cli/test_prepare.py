@@ -83,7 +83,7 @@ def test_a_broken_tokenizer_is_one_line(name, source, output, tmp_path, capsys):
     assert main(["prepare", str(source), "--output", str(output), "--tokenizer", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{file} ")
-    assert "tokenizer that can be read" in line
+    assert "is not a valid tokenizer" in line
 
 
 def test_the_standard_library_has_its_own_splits(output, capsys):

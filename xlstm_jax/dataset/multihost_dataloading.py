@@ -1,4 +1,4 @@
-"""Global batches: each process loads its own rows, and all of them together are one array."""
+"""Global batches: each process loads its own rows, which together form one sharded array."""
 
 import base64
 import contextlib
@@ -22,13 +22,13 @@ _NUM_DRAWN = "num_drawn"
 
 
 class MultiHostDataLoadIterator:
-    """Yields batches that are split over all devices of a mesh, epoch after epoch.
+    """Yields batches that are sharded over all devices of a mesh, epoch after epoch.
 
-    A `for` loop is an epoch. The loader underneath goes on where it was, unless `reset_after_epoch` is set. After
-    `set_state` in the middle of an epoch, the next loop is the rest of it.
+    A `for` loop is an epoch. The next epoch continues where the loader is, unless `reset_after_epoch` is set. After
+    `set_state` in the middle of an epoch, the next loop is the rest of that epoch.
 
     Attributes:
-        vocabulary: The token ids that batches can hold; `None` where only the batches tell.
+        vocabulary: The token ids that batches can hold; `None` if unknown before the batches are read.
         token_ranges: The ranges of the token ids of this process's rows of the last batch, found on the host before it
             went to the devices; see `find_token_ranges`.
     """
@@ -50,20 +50,22 @@ class MultiHostDataLoadIterator:
 
         Args:
             dataloader: Yields trees of host arrays, the rows of this process. If its iterators have `get_state` and
-                `set_state`, these say where it is. Otherwise its batches are counted, and drawn again to go on.
+                `set_state`, these define its position. Otherwise batches are counted, and drawn again to resume.
             global_mesh: The mesh.
-            iterator_length: The number of batches in an epoch; `None` for all that the loader has.
-            dataset_size: The number of examples, for those who ask.
-            reset_after_epoch: Begin every epoch with the first batch.
-            pad_shapes: Pad arrays to the largest shape that they have in any process.
-            pad_value: What they are padded with.
-            prefetch: How many batches a thread puts on the devices before they are asked for.
-            length_is_upper_bound: Whether the loader may end before `iterator_length`: then nobody knows the length of
-                an epoch before it is over.
-            vocabulary: The token ids that batches can hold, where they are known beforehand.
+            iterator_length: The number of batches in an epoch; `None` for all batches of the loader.
+            dataset_size: The number of examples, for information.
+            reset_after_epoch: Start every epoch with the first batch.
+            pad_shapes: Pad arrays to the largest shape in any process.
+            pad_value: The padding value.
+            prefetch: The number of batches that a thread puts on the devices ahead of time.
+            length_is_upper_bound: Whether the loader may end before `iterator_length`; the length of an epoch is then
+                unknown until it ends.
+            vocabulary: The token ids that batches can hold, if known beforehand.
         """
         if prefetch and pad_shapes:
-            raise ValueError("Shapes are padded by all processes together, which a thread must not do: set prefetch=0.")
+            raise ValueError(
+                "Padding shapes needs communication of all processes, which a thread must not do: set prefetch=0."
+            )
         self.dataloader = dataloader
         self.global_mesh = global_mesh
         self.iterator_length = iterator_length
@@ -84,15 +86,15 @@ class MultiHostDataLoadIterator:
         self._is_mid_epoch = False
 
     def reset(self) -> None:
-        """Go back to the first batch."""
+        """Restart with the first batch."""
         self._stop_prefetching()
         self._batches.restart()
         self._step = 0
 
     def get_state(self) -> dict[str, Any]:
-        """Return where the iterator is: its step in the epoch, the length of an epoch, and where the loader is.
+        """Return the step in the epoch, the length of an epoch and the state of the loader.
 
-        Where the loader returns bytes or what JSON can hold, JSON can hold the state.
+        The state is JSON if the state of the loader is JSON or bytes.
         """
         return {
             "step": self._step,
@@ -101,14 +103,14 @@ class MultiHostDataLoadIterator:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where an iterator of the same data was; if the loader can check a state, it does so first."""
+        """Resume the state of an iterator of the same data, after `check_state` of the loader if it has that."""
         check_keys(state, "step", "iterator_length", "iterator")
         if hasattr(self.dataloader, "check_state"):
             self.dataloader.check_state(state["iterator"])  # pyright: ignore[reportAttributeAccessIssue]
         if state["iterator_length"] != self.iterator_length:
             raise ValueError(
                 f"The state is from epochs of {state['iterator_length']} batches, but here they have "
-                f"{self.iterator_length}: the data or the batch size is another one."
+                f"{self.iterator_length}: the data or the batch size has changed."
             )
         self._stop_prefetching()
         self._batches.set_state(state["iterator"])
@@ -126,7 +128,7 @@ class MultiHostDataLoadIterator:
 
     def __len__(self) -> int:
         if self.iterator_length is None or self.length_is_upper_bound:
-            raise TypeError("This iterator has no length: it yields what its loader has. Set iterator_length.")
+            raise TypeError("This iterator has no length: it yields all batches of its loader. Set iterator_length.")
         return self.iterator_length
 
     def __next__(self) -> PyTree:
@@ -136,19 +138,19 @@ class MultiHostDataLoadIterator:
         try:
             batch = self._next_batch_of_epoch()
         except StopIteration:
-            self._step = 0  # The epoch is over: a state of now is not in the middle of one.
+            self._step = 0  # The epoch is over, so this state is not in the middle of one.
             raise
         self._step += 1
         return batch
 
     def get_statistics(self) -> dict[str, float]:
-        """Return what the loader reports of its data, if it does: up to the last batch that was returned."""
+        """Return the statistics of the loader, if it has any, up to the last batch that was returned."""
         return _statistics_of(self.dataloader) if self._place is None else self._statistics
 
     def shut_down(self) -> None:
-        """End the thread and the processes that prepare batches, as happens when nobody has the iterator any more.
+        """Stop the thread and the processes that prepare batches, as garbage collection of the iterator does.
 
-        It is not called `close`, which a generator that yields from an iterator would call at its own end.
+        It is not called `close`, as a generator that yields from an iterator calls `close` at its own end.
         """
         if self._prefetcher is not None:
             self._prefetcher.stop()
@@ -156,7 +158,7 @@ class MultiHostDataLoadIterator:
             self.dataloader.shut_down()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _next_batch_of_epoch(self) -> PyTree:
-        """Return the next batch; where the loader had just ended when an epoch begins, the epoch begins after that."""
+        """Return the next batch; an epoch that starts at the end of the loader starts with the loader's next pass."""
         try:
             return self._next_batch()
         except StopIteration:
@@ -173,7 +175,7 @@ class MultiHostDataLoadIterator:
             return batch
         if self._place is None:
             self._place, self._statistics = self._batches.get_state(), _statistics_of(self.dataloader)
-        elif not self._prefetcher.is_running:  # It has failed: what it was in the midst of has to be done again.
+        elif not self._prefetcher.is_running:  # It has failed, so the batch is drawn again.
             self._batches.set_state(self._place)
         batch, self._place, self._statistics, self.token_ranges = self._prefetcher.next()
         if batch is None:
@@ -182,7 +184,7 @@ class MultiHostDataLoadIterator:
         return batch
 
     def _stop_prefetching(self) -> None:
-        """Let nothing be ahead of where this iterator stands."""
+        """Stop the thread, and move the loader back to the position of this iterator."""
         if self._prefetcher is not None and self._place is not None:
             self._prefetcher.stop()
             self._batches.set_state(self._place)
@@ -210,13 +212,13 @@ def _statistics_of(dataloader: Any) -> dict[str, float]:
 
 
 class _LocalBatches(Iterator):
-    """The batches of this process, from a loader that may know where it is or only where it begins."""
+    """The batches of this process, from a loader with or without a state."""
 
     def __init__(self, loader: Iterable):
         self._loader = loader
         self.token_ranges: dict[str, TokenRange] = {}
         self._open()
-        self._knows_its_place = hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")
+        self._has_state = hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")
         self._beginning = self.get_state() if self._iterator is loader else None
 
     def __next__(self) -> Any:
@@ -235,22 +237,22 @@ class _LocalBatches(Iterator):
             self._reopen()
 
     def get_state(self) -> Any:
-        if not self._knows_its_place:
+        if not self._has_state:
             return {_NUM_DRAWN: self._num_drawn}
         state = self._iterator.get_state()  # pyright: ignore[reportAttributeAccessIssue]
         return {_BASE64: base64.b64encode(state).decode()} if isinstance(state, bytes) else state
 
     def set_state(self, state: Any) -> None:
-        if self._knows_its_place:
+        if self._has_state:
             is_encoded = isinstance(state, Mapping) and set(state) == {_BASE64}
             inner = base64.b64decode(state[_BASE64]) if is_encoded else state
             self._iterator.set_state(inner)  # pyright: ignore[reportAttributeAccessIssue]
             self._is_at_beginning = False
         else:
             check_keys(state, _NUM_DRAWN)
-            self._draw_until(state[_NUM_DRAWN])
+            self._skip_to(state[_NUM_DRAWN])
 
-    def _draw_until(self, num_drawn: int) -> None:
+    def _skip_to(self, num_drawn: int) -> None:
         if num_drawn < self._num_drawn:
             if self._iterator is self._loader:
                 raise ValueError(
@@ -275,13 +277,13 @@ class _LocalBatches(Iterator):
 def get_next_batch_sharded(
     local_iterator: Iterator, global_mesh: Mesh, pad: bool = False, pad_value: int | float = 0
 ) -> PyTree:
-    """Draw a batch in each process and make global arrays of all of them.
+    """Draw a batch in each process, and form global arrays from all of them.
 
     Args:
         local_iterator: Yields trees of host arrays, the rows of this process.
-        global_mesh: The mesh; the first axis of each array is split over all of its devices.
-        pad: Pad arrays to the largest shape that they have in any process.
-        pad_value: What they are padded with.
+        global_mesh: The mesh; the first axis of each array is sharded over all of its devices.
+        pad: Pad arrays to the largest shape in any process.
+        pad_value: The padding value.
 
     Returns:
         A tree of the same structure.
@@ -294,7 +296,7 @@ def get_next_batch_sharded(
             structure, [_pad_array_to_shape(pair, pad_value) for pair in zip(leaves, shapes, strict=True)]
         )
     leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
-    if jax.process_count() == 1:  # All at once is faster than one by one.
+    if jax.process_count() == 1:  # One call for all arrays is faster.
         for path, array in leaves:
             _check_rows(path, array, global_mesh)
         sharding = NamedSharding(global_mesh, PartitionSpec(global_mesh.axis_names))
@@ -303,7 +305,7 @@ def get_next_batch_sharded(
 
 
 def rows_of_process(global_mesh: Mesh, num_rows: int) -> np.ndarray:
-    """Return the indices of the rows of a global batch that lie on devices of this process, in their order."""
+    """Return the sorted indices of the rows of a global batch on devices of this process."""
     _, sharding = _build_global_shape_and_sharding((num_rows,), global_mesh)
     slices = sharding.addressable_devices_indices_map((num_rows,)).values()
     bounds = {part[0].indices(num_rows)[:2] for part in slices if part is not None}
@@ -341,6 +343,6 @@ def _form_global_array(path: Any, array: np.ndarray, global_mesh: Mesh) -> jax.A
 def _build_global_shape_and_sharding(
     local_shape: tuple[int, ...], global_mesh: Mesh
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """Return the shape of all processes' rows together, and how they are split over all devices of the mesh."""
+    """Return the global shape of the rows of all processes, and their sharding over all devices of the mesh."""
     num_rows = local_shape[0] * global_mesh.size // len(global_mesh.local_devices)
     return (num_rows, *local_shape[1:]), NamedSharding(global_mesh, PartitionSpec(global_mesh.axis_names))

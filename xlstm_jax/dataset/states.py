@@ -1,11 +1,11 @@
-"""What the states of iterators have in common."""
+"""Checks of iterator states."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def check_keys(state: Any, *keys: str) -> None:
-    """Raise unless a state is a dictionary with these keys, as `get_state` returns it."""
+    """Raise unless a state is a dictionary with these keys, as returned by `get_state`."""
     if not isinstance(state, Mapping):
         raise ValueError(
             f"The state is a {type(state).__name__}, but must be a dictionary: pass what get_state returned."

@@ -1,4 +1,4 @@
-"""Batches without files, for benchmarks: rows of zeros, or random tokens packed into documents as in training."""
+"""Synthetic batches for benchmarks: rows of zeros, or random tokens packed into documents as in training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,14 @@ def draw_packed_batch(
     """Draw random tokens, packed into documents as in training, on the host.
 
     Token `i` has a probability of about 1 / (i + 1), as in text (Zipf's law). Lengths of documents are log-normal. Each
-    row begins with a new document and is full; its last document is cut off.
+    row starts with a new document and is full; its last document is truncated.
 
     Args:
         seed: The seed; numbers in a sequence make up one seed.
         batch_size: The number of rows.
         length: The number of tokens in a row.
         vocab_size: The number of different tokens.
-        mean_document_length: The mean length of documents before they are cut off; `None` for one document per row.
+        mean_document_length: The mean length of documents before truncation; `None` for one document per row.
 
     Returns:
         The batch, as NumPy arrays of int32.
@@ -76,7 +76,7 @@ def _draw_document_starts(generator: np.random.Generator, length: int, mean_docu
 
 
 def synthetic_vocabulary(config: SyntheticDataConfig) -> Vocabulary:
-    """Return the vocabulary of synthetic batches; that of rows of zeros has one token."""
+    """Return the vocabulary of synthetic batches; rows of zeros have one token."""
     return Vocabulary(config.vocab_size or 1, "synthetic tokens")
 
 
@@ -86,15 +86,15 @@ class SyntheticDataIterator:
     Without a `vocab_size` in the config, all batches are the same zeros, which stay on the devices. With one, batch `i`
     of every epoch is drawn from the seed of the config and `i`.
 
-    A `for` loop is an epoch. After `set_state` in the middle of an epoch, the next loop is the rest of it.
+    A `for` loop is an epoch. After `set_state` in the middle of an epoch, the next loop is the rest of that epoch.
     """
 
     def __init__(self, config: SyntheticDataConfig, mesh: Mesh):
-        """Make the batch, if all are the same.
+        """Create the batch if all batches are the same.
 
         Args:
-            config: The size of a batch, the number of batches, and what is in them.
-            mesh: The mesh; the rows of the batch are split over all of its devices.
+            config: The size, number and content of batches.
+            mesh: The mesh; the rows of the batch are sharded over all of its devices.
         """
         if config.max_target_length is None:
             raise ValueError("max_target_length is None, but synthetic rows need a length: set it.")
@@ -129,11 +129,11 @@ class SyntheticDataIterator:
         return self.config.num_batches
 
     def get_state(self) -> dict[str, Any]:
-        """Return where the iterator is, for JSON."""
+        """Return the position of the iterator, for JSON."""
         return {"step": self._step, "num_batches": self.config.num_batches}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where an iterator with as many batches was."""
+        """Resume the state of an iterator with as many batches."""
         check_keys(state, "step", "num_batches")
         if state["num_batches"] != self.config.num_batches:
             raise ValueError(
@@ -150,7 +150,7 @@ class SyntheticDataIterator:
 
     @property
     def token_ranges(self) -> dict[str, TokenRange]:
-        """The ids that a batch can hold."""
+        """The token ids that a batch can hold."""
         return dict.fromkeys(("inputs", "targets"), TokenRange(0, self.vocabulary.size - 1))
 
     def _draw(self, step: int) -> LLMBatch:

@@ -217,6 +217,6 @@ def test_a_source_that_enters_late_does_not_have_to_catch_up():
 
 
 def test_documents_that_were_left_out_when_a_source_was_opened_are_counted():
-    source = Source(ListedDocuments(DOCUMENTS[0]), num_left_out=3)
+    source = Source(ListedDocuments(DOCUMENTS[0]), num_skipped=3)
     batches = OrderedBatches([source], BatchOrder(LENGTH, stepwise_rampup_schedule(ROWS, {})))
     assert batches.get_statistics()["skipped"] == 3

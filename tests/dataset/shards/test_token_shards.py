@@ -101,7 +101,7 @@ def test_files_of_others_need_no_manifest_and_are_read_in_the_order_of_their_num
 
 @pytest.mark.parametrize("index", [-1, 60])
 def test_other_numbers_are_refused(folder, index):
-    with pytest.raises(IndexError, match="records 0 to 59"):
+    with pytest.raises(IndexError, match="records go from 0 to 59"):
         TokenShards(folder).read([0, index])
 
 
@@ -328,7 +328,7 @@ def test_tokens_must_be_below_the_size_of_the_vocabulary(folder, expected, vocab
     if vocab_size == 50_000:
         assert_same(shards.read(range(60)), expected)
     else:
-        with pytest.raises(ValueError, match=r"is not from 0 to 48999: it is not what manifest\.json says"):
+        with pytest.raises(ValueError, match=r"is not from 0 to 48999: it does not match manifest\.json"):
             shards.read(range(60))
 
 
@@ -348,13 +348,13 @@ def test_errors_of_shards_reach_other_processes():
 def test_an_unfinished_folder_is_refused(folder):
     manifest = read_manifest(folder)
     write_manifest(folder, dataclasses.replace(manifest, shards=manifest.shards[:2]))
-    with pytest.raises(ValueError, match=re.escape(f"{folder} has not been prepared to its end")):
+    with pytest.raises(ValueError, match=re.escape(f"{folder} is not completely prepared")):
         TokenShards(folder)
 
 
 def test_shards_that_the_manifest_does_not_know_are_refused(folder):
     write_shard(folder / "train_000003.arecord", documents())
-    with pytest.raises(ValueError, match=r"manifest\.json does not know of train_000003\.arecord"):
+    with pytest.raises(ValueError, match=r"manifest\.json does not list train_000003\.arecord"):
         TokenShards(folder)
 
 

@@ -193,7 +193,7 @@ def test_a_local_tokenizer_needs_no_transformers(trained, without_transformers, 
 
 
 def test_a_tokenizer_of_the_hub_needs_transformers(without_transformers):
-    with pytest.raises(ImportError, match=r"'gpt2' is no local tokenizer\.json .* pip install \"xlstm_jax\[hf\]\""):
+    with pytest.raises(ImportError, match=r"'gpt2' is not a local tokenizer\.json .* pip install \"xlstm_jax\[hf\]\""):
         load_tokenizer("gpt2", add_bos=False, add_eos=False)
 
 

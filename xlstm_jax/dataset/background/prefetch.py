@@ -1,4 +1,4 @@
-"""Results that a thread has ready before they are asked for."""
+"""Prefetch results in a thread."""
 
 import queue
 import threading
@@ -6,18 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 _SECONDS = 0.1
-"""How soon a thread that nobody waits for notices that it is to stop."""
+"""The interval at which a blocked thread checks whether it should stop."""
 
 
 class Prefetcher:
-    """Calls a function again and again in a thread, some results ahead.
+    """Calls a function repeatedly in a thread, some results ahead of the consumer.
 
-    The thread starts when the first result is asked for, and ends when the function raises; what that was is raised in
-    its turn, and whoever asks again starts a new thread.
+    The thread starts with the first call of `next` and ends when the function raises. `next` raises that error in its
+    turn, and the call after it starts a new thread.
 
     Args:
-        produce: The function; nobody else may use what it uses until `stop` has returned.
-        depth: How many results may wait.
+        produce: The function; its resources must not be used elsewhere until `stop` has returned.
+        depth: The largest number of waiting results.
     """
 
     def __init__(self, produce: Callable[[], Any], depth: int):
@@ -42,7 +42,7 @@ class Prefetcher:
         return result
 
     def stop(self) -> None:
-        """End the thread, and forget the results that nobody has asked for."""
+        """End the thread, and discard the waiting results."""
         self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -57,7 +57,7 @@ class Prefetcher:
 
 
 def _work(produce: Callable[[], Any], results: queue.Queue, stopped: threading.Event) -> None:
-    """Be the thread; it knows nothing of the prefetcher, which can so be forgotten while it runs."""
+    """Run the thread, without a reference to the prefetcher, which can then be garbage-collected."""
     error = None
     while error is None and not stopped.is_set():
         try:

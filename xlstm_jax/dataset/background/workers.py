@@ -1,8 +1,8 @@
-"""Processes that work on tasks, and end with the process that started them.
+"""A pool of worker processes that end together with the process that started them.
 
-They are started as programs of their own, not as copies of the running one: a script needs no guard around its main
-part, and nothing that JAX or other threads hold is duplicated. Each is connected by a socket; when the parent ends, for
-whatever reason, the socket closes and the worker ends with it.
+Workers are started as new programs, not as forks: a script needs no main guard, and no state of JAX or of other threads
+is duplicated. Each worker has a socket to its parent; when the parent ends for any reason, the socket closes and the
+worker exits.
 """
 
 import contextlib
@@ -25,25 +25,25 @@ from typing import Any, Protocol, runtime_checkable
 import cloudpickle
 
 _TASKS_AHEAD = 2
-"""How many tasks a worker is given at a time: one to work on, and the next."""
+"""The number of tasks that a worker holds: the current one and the next."""
 
 
 @runtime_checkable
 class Pending(Protocol):
-    """A result that may not be there yet."""
+    """A result that may not be available yet."""
 
     def result(self) -> Any:
-        """Wait for the result, and return it or raise what the function has raised."""
+        """Wait for the result, and return it or raise the error of the function."""
         ...
 
 
 class WorkerPool:
-    """Applies a function in worker processes. All calls must come from one thread at a time.
+    """Applies a function in worker processes. Only one thread at a time may call it.
 
     Args:
-        function: What is applied; it is pickled, and so are its arguments and results.
-        num_workers: The number of processes; 0 to work in a thread of this one.
-        environment: Variables that the workers are to have besides those of this process.
+        function: The function; it is pickled, and so are its arguments and results.
+        num_workers: The number of processes; 0 for a thread of this process.
+        environment: Further environment variables of the workers.
     """
 
     def __init__(self, function: Callable[[Any], Any], num_workers: int, environment: dict[str, str] | None = None):
@@ -52,19 +52,19 @@ class WorkerPool:
         self._thread = None if num_workers else ThreadPoolExecutor(1, thread_name_prefix="data-worker")
         self._finalizer = weakref.finalize(self, _close, self._workers, self._thread)
         self.num_ahead = _TASKS_AHEAD * max(num_workers, 1)
-        """How many tasks keep all workers busy."""
+        """The number of tasks that keeps all workers busy."""
 
     def submit(self, task: Any) -> Pending:
-        """Give a task to the worker with the fewest."""
+        """Submit a task to the worker with the fewest."""
         if self._thread is not None:
             return self._thread.submit(self._function, task)
         return min(self._workers, key=lambda worker: len(worker.pending)).submit(task)
 
     def map(self, tasks: Iterable[Any]) -> Iterator[Any]:
-        """Yield the result for each task, in the order of the tasks, which are taken a few ahead of the results.
+        """Yield the results in the order of the tasks, which are consumed a few ahead of the results.
 
         Raises:
-            RuntimeError: A worker has ended by itself. What the function raises is raised as it is.
+            RuntimeError: A worker has died. Errors of the function are raised unchanged.
         """
         ahead: deque[Pending] = deque()
         for task in tasks:
@@ -75,7 +75,7 @@ class WorkerPool:
             yield ahead.popleft().result()
 
     def close(self) -> None:
-        """End the workers, whatever they are working on; this happens by itself when nobody has the pool any more."""
+        """Kill the workers at once; garbage collection of the pool does the same."""
         self._finalizer()
 
     def __enter__(self) -> "WorkerPool":
@@ -93,10 +93,10 @@ def _close(workers: "list[_Worker]", thread: ThreadPoolExecutor | None) -> None:
 
 
 class _Worker:
-    """One process, the socket to it, and the tasks that it has not answered yet, in their order."""
+    """A worker process, its socket, and its unanswered tasks in order."""
 
     def __init__(self, function: Callable[[Any], Any], environment: dict[str, str]):
-        payload = cloudpickle.dumps(function)  # also what a script has defined
+        payload = cloudpickle.dumps(function)  # which includes functions defined in a script
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [
@@ -108,7 +108,7 @@ class _Worker:
             pass_fds=[theirs.fileno()],
             env={**os.environ, **_import_path(), **environment},
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # A Ctrl-C is for the parent: it decides when its workers end.
+            start_new_session=True,  # Ctrl-C goes to the parent only, which decides when its workers end.
         )
         theirs.close()
         self._connection = Connection(ours.detach())
@@ -145,12 +145,12 @@ class _Worker:
 
     def _lost(self) -> RuntimeError:
         code = self._process.wait()
-        cause = "it was killed, perhaps for want of memory" if code == -9 else "see its messages above"
+        cause = "it was killed, perhaps because memory ran out" if code == -9 else "see its messages above"
         return RuntimeError(f"The data worker with process id {self._process.pid} has ended with code {code}: {cause}.")
 
 
 class _Answer:
-    """The answer of a worker to a task; those to earlier tasks come before it."""
+    """The answer of a worker to a task, which arrives after those to earlier tasks."""
 
     def __init__(self, worker: _Worker):
         self._worker = worker
@@ -166,19 +166,19 @@ class _Answer:
 
 
 def serve() -> None:
-    """Be a worker: the first argument is the number of the socket over which come the function and its arguments."""
+    """Run a worker; the first argument is the file descriptor of its socket."""
     connection = Connection(int(sys.argv[1]))
     sys.path[:] = connection.recv()
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=[connection, messages], daemon=True).start()
     function = pickle.loads(messages.get())
-    with contextlib.suppress(ConnectionError):  # The parent is gone, or has closed the pool.
+    with contextlib.suppress(ConnectionError):  # The parent has ended, or has closed the pool.
         while True:
             connection.send(_attempt(function, pickle.loads(messages.get())))
 
 
 def _read_messages(connection: Connection, messages: "queue.SimpleQueue[bytes]") -> None:
-    """Take what the parent sends, so that it never waits; when it is gone, end the process in the midst of its work."""
+    """Receive messages so that the parent never blocks, and exit at once when the parent has ended."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             messages.put(connection.recv_bytes())
@@ -199,6 +199,6 @@ def _attempt(function: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
 
 
 def _import_path() -> dict[str, str]:
-    """Return where a worker finds this package, also where it is not installed."""
+    """Return the environment in which a worker can import this package, even if it is not installed."""
     package_parent = str(Path(__file__).resolve().parents[3])
     return {"PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))}

@@ -33,7 +33,7 @@ class BatchOrder:
     length: int
     """The number of tokens in a row."""
     num_rows: Callable[[int], int]
-    """From the index of a batch to the number of its rows."""
+    """Maps the index of a batch to the number of its rows."""
     packing: PackingName = "stream"
     num_bins: int = 1
     """The number of rows that `first_fit` fills at a time."""
@@ -61,7 +61,7 @@ class OrderedBatches(Iterator[LLMBatch]):
     Args:
         sources: The documents.
         order: The settings of the batches.
-        own_rows: From the number of rows in a batch to the indices of those of this process.
+        own_rows: Maps the number of rows in a batch to the indices of the rows of this process.
         num_workers: The number of processes that read and tokenise; 0 for a thread of this process.
         description: Further facts that must be the same when a state is restored, for JSON.
     """

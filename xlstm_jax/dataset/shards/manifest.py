@@ -14,12 +14,12 @@ from xlstm_jax.utils.files import move_into_place
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
-"""Where a tokenizer lies that was trained for shards, beside the folders of their splits."""
+"""The folder of the tokenizer trained for shards, next to the folders of their splits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What a shard must contain, and how the one after it is made."""
+    """The content of a shard, and the position at which the next one starts."""
 
     file: str
     num_documents: int
@@ -27,11 +27,11 @@ class Shard:
     num_bytes: int
     """The size of the file."""
     sha256: str
-    """Of the file."""
+    """The hash of the file."""
     skipped: dict[str, int]
-    """The documents that were left out, by reason, from the first of this shard to the first of the next."""
+    """The number of skipped documents by reason, from the first document of this shard to the first of the next."""
     next_position: tuple[int, int] | None
-    """Where the first document of the next shard stands in the source; `None` if there is none."""
+    """The position in the source of the first document of the next shard; `None` for the last shard."""
 
     def __post_init__(self):
         if not isinstance(self.file, str) or not self.file or Path(self.file).name != self.file:
@@ -42,19 +42,19 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """How the shards of a folder were made, and what is in them."""
+    """How the shards of a folder were made, and what they contain."""
 
     tokenizer_path: str
     tokenizer_digest: str
     vocab_size: int
     eod_token_id: int | None
-    """What the tokenizer has for the end of a document; the records are without it."""
+    """The token of the tokenizer that ends documents; the records do not include it."""
     add_bos: bool
     add_eos: bool
     source: Mapping[str, Any]
-    """What decides on the documents and on where shards begin, for JSON."""
+    """What determines the documents and the borders of shards, for JSON."""
     shards: tuple[Shard, ...] = ()
-    """Those that have been written so far."""
+    """The shards written so far."""
 
     def __post_init__(self):
         _check_whole_number("vocab_size", self.vocab_size)
@@ -75,12 +75,12 @@ class Manifest:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens in all shards, without the ends of documents."""
+        """The number of tokens in all shards, without those that end documents."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
     def skipped(self) -> dict[str, int]:
-        """How many documents were left out, by reason."""
+        """The number of skipped documents, by reason."""
         return dict(sum((collections.Counter(shard.skipped) for shard in self.shards), collections.Counter[str]()))
 
     @property
@@ -89,7 +89,7 @@ class Manifest:
         return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
 
     def with_shard(self, index: int, shard: Shard) -> "Manifest":
-        """Return the manifest with another shard at an index, which may be the next one."""
+        """Return the manifest with a shard replaced, or appended if the index is the next one."""
         return dataclasses.replace(self, shards=(*self.shards[:index], shard, *self.shards[index + 1 :]))
 
     def to_json(self) -> str:
@@ -110,7 +110,7 @@ class Manifest:
             raise ValueError(f"it holds a {type(content).__name__} instead of fields")
         version = content.pop("format_version")
         if version != FORMAT_VERSION:
-            raise ValueError(f"its format version is {version}, and {FORMAT_VERSION} is known here")
+            raise ValueError(f"its format version is {version}, but only {FORMAT_VERSION} is supported")
         del content["totals"]
         for shard in content["shards"]:
             shard["next_position"] = shard["next_position"] and tuple(shard["next_position"])
@@ -121,18 +121,18 @@ class Manifest:
 
 
 def read_manifest(folder: str | os.PathLike) -> Manifest | None:
-    """Return the manifest of a folder, if there is one."""
+    """Return the manifest of a folder, if it has one."""
     file = Path(folder) / MANIFEST_FILE
     if not file.exists():
         return None
     try:
         return Manifest.from_json(file.read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no manifest that can be read: {error!r}. Prepare the folder anew.") from error
+        raise ValueError(f"{file} is no manifest that can be read: {error!r}. Prepare the folder again.") from error
 
 
 def write_manifest(folder: str | os.PathLike, manifest: Manifest) -> None:
-    """Write the manifest of a folder, such that at every moment there is the old one or the new one."""
+    """Replace the manifest of a folder atomically."""
     temporary = Path(folder) / f".{MANIFEST_FILE}.tmp"
     temporary.write_text(manifest.to_json(), encoding="utf-8")
     move_into_place(temporary, Path(folder) / MANIFEST_FILE)

@@ -1,4 +1,4 @@
-"""Records of sharded ArrayRecord files, by number."""
+"""Read the records of sharded ArrayRecord files by number."""
 
 import hashlib
 import os
@@ -14,26 +14,27 @@ import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue], as it is compiled
 
 SHARD_SUFFIX = ".arecord"
-REPAIR = "delete it and run the command again that has prepared this folder, or copy it again from where it came from"
+REPAIR = "delete it and run the command again that has prepared this folder, or copy it again from its origin"
+"""What to do about a damaged shard, for messages."""
 _READER_OPTIONS = "readahead_buffer_size:0"
 _READER_BUFFER = 32768
 _THREADS = 32
-"""How many files are opened at a time to count their records."""
+"""The number of files opened at a time to count their records."""
 _SPARE_FILES = 512
-"""How many files a process may have open beside the shards."""
+"""The number of files that a process may open besides the shards."""
 _NUM_SAMPLES = 64
 
 
 class ShardError(ValueError):
-    """A shard is missing, cut, damaged or cannot be read; what is wrong with the content of a record is none."""
+    """A shard is missing, truncated, damaged or unreadable. Invalid content of a record is another error."""
 
 
 class RecordShards:
-    """The records of several ArrayRecord files, by number; files are opened when they are first read.
+    """The records of several ArrayRecord files, by number. Files are opened when they are first read.
 
     Args:
         files: The files.
-        num_records: How many records each must have; they are counted if not given.
+        num_records: The expected number of records of each file; counted if not given.
     """
 
     def __init__(self, files: Sequence[Path], num_records: Sequence[int] | None = None):
@@ -59,7 +60,7 @@ class RecordShards:
         """Return the records with these numbers."""
         numbers = np.asarray(indices, np.int64)
         if np.any((numbers < 0) | (numbers >= len(self))):
-            raise IndexError(f"There are records 0 to {len(self) - 1}, but these were asked for: {list(indices)}.")
+            raise IndexError(f"Indices of records go from 0 to {len(self) - 1}, not {list(indices)}.")
         files = np.searchsorted(self._ends, numbers, side="right")
         records = [b""] * len(numbers)
         for file in np.unique(files).tolist():
@@ -70,12 +71,12 @@ class RecordShards:
         return records
 
     def locate(self, index: int) -> str:
-        """Say where the record with this number is: which one of which file, both counted from 0."""
+        """Return the file of a record and its index there, for messages."""
         file = int(np.searchsorted(self._ends, index, side="right"))
         return f"record {index - (self._ends[file] - self._num_records[file])} of {self._files[file]}"
 
     def describe(self) -> dict[str, Any]:
-        """Return, for JSON, by what these records are told from others, as far as a sample of them says."""
+        """Return, for JSON, what identifies these records: their number, size and a sample."""
         sha256 = hashlib.sha256()
         for record in self.read_records(spread_numbers(len(self))):
             sha256.update(len(record).to_bytes(8, "little") + record)
@@ -87,7 +88,7 @@ class RecordShards:
             records = self._reader(index).read(positions.tolist())
         except RuntimeError as error:
             raise _unreadable(file, str(error)) from error
-        # Beyond the end of a file that has become shorter, the library finds empty records.
+        # Beyond the end of a truncated file, the library returns empty records.
         if not all(records) and _size_of(file) != self._sizes[index]:
             raise _unreadable(file, "its size has changed since it was opened")
         return records
@@ -116,7 +117,7 @@ def open_records(folder: str | os.PathLike) -> "RecordShards":
 
 
 def find_shards(folder: str | os.PathLike, suffix: str = SHARD_SUFFIX) -> list[Path]:
-    """Return the shards in a folder, in the order of the numbers at the ends of their names, without one first."""
+    """Return the shards in a folder, sorted by the numbers at the ends of their names; unnumbered ones come first."""
 
     def key(file: Path) -> tuple[int, str]:
         number = shard_number(file, suffix)
@@ -126,13 +127,13 @@ def find_shards(folder: str | os.PathLike, suffix: str = SHARD_SUFFIX) -> list[P
 
 
 def shard_number(file: Path, suffix: str = SHARD_SUFFIX) -> int | None:
-    """Return the number at the end of the name of a shard, if there is one."""
+    """Return the number at the end of the name of a shard, if it has one."""
     digits = re.search(r"(\d+)$", file.name.removesuffix(suffix))
     return int(digits[1]) if digits else None
 
 
 def spread_numbers(length: int) -> list[int]:
-    """Return some of the numbers below `length`, evenly spread from the first to the last."""
+    """Return some indices below `length`, evenly spaced from the first to the last."""
     return np.linspace(0, length - 1, min(length, _NUM_SAMPLES)).astype(np.int64).tolist()
 
 
@@ -153,8 +154,8 @@ def _size_of(file: Path) -> int:
         status = file.stat()
     except OSError as error:
         raise _unreadable(file, str(error)) from error
-    if not stat.S_ISREG(status.st_mode):  # Opening a pipe would wait for somebody to write to it.
-        raise _unreadable(file, "it is no regular file")
+    if not stat.S_ISREG(status.st_mode):  # Opening a pipe would block until another process writes to it.
+        raise _unreadable(file, "it is not a regular file")
     return status.st_size
 
 
@@ -163,7 +164,7 @@ def _unreadable(file: Path, cause: str) -> ShardError:
 
 
 def _allow_open_files(num_files: int) -> None:
-    """Raise the limit on open files as far as this process may, if these files need it."""
+    """Raise the limit on open files, as far as allowed, if these files need it."""
     limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_files + _SPARE_FILES
     if limit != resource.RLIM_INFINITY and limit < needed:

@@ -19,29 +19,29 @@ from xlstm_jax.dataset.shards.records import REPAIR, RecordShards, ShardError, f
 from xlstm_jax.utils.files import move_into_place
 
 _WRITER_OPTIONS = "group_size:1"
-"""Each record is compressed by itself: the files are 15 % larger than with groups of 8, random reads twice as fast."""
+"""Records are compressed individually: 15 % larger files than with groups of 8, but random reads twice as fast."""
 _RECORDS_AT_A_TIME = 1024
-_FOREIGN_VOCAB_SIZE = 2**24
-"""More than any tokenizer has, and less than the number that four bytes of text make."""
+_MAX_VOCAB_SIZE = 2**24
+"""The bound on token ids without a manifest: above any tokenizer, and below four bytes of text read as a number."""
 
 
 class TokenShards:
     """The tokenised documents of a folder, by number.
 
-    Opening checks, without reading, that all shards are there as a whole; `verify` checks what is in them.
+    Opening checks that all shards exist with the right size; `verify` checks their content.
 
     Args:
         folder: The folder of a split.
 
     Raises:
-        ShardError: A shard that the manifest names is missing or not whole.
-        ValueError: There are no shards, or others.
+        ShardError: A shard of the manifest is missing or has another size.
+        ValueError: There are no shards, or shards that the manifest does not list.
     """
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
         self.manifest = read_manifest(folder)
-        self._vocab_size = self.manifest.vocab_size if self.manifest else _FOREIGN_VOCAB_SIZE
+        self._vocab_size = self.manifest.vocab_size if self.manifest else _MAX_VOCAB_SIZE
         if self.manifest is None:
             self._records = open_records(folder)
         else:
@@ -54,26 +54,26 @@ class TokenShards:
 
     @property
     def num_tokens(self) -> int | None:
-        """The number of tokens, without the ends of documents; known only if there is a manifest."""
+        """The number of tokens, without those that end documents; known only with a manifest."""
         return self.manifest.num_tokens if self.manifest else None
 
     def read(self, indices: Sequence[int]) -> list[np.ndarray]:
-        """Return the tokens of the documents with these numbers, in arrays that are not to be written to."""
+        """Return the tokens of the documents with these numbers, in read-only arrays."""
         records = self._records.read_records(indices)
         documents = [self._parse(index, record) for index, record in zip(indices, records, strict=True)]
-        # All at once, as one by one takes three times as long. Without a sign, negative numbers are the largest.
+        # One check of all is three times as fast as one each. As unsigned integers, negative numbers are the largest.
         if documents and np.concatenate(documents).view(np.uint32).max(initial=0) >= self._vocab_size:
             for index, document in zip(indices, documents, strict=True):
                 self._check_range(index, document)
         return documents
 
     def describe(self) -> dict[str, Any]:
-        """Return, for JSON, by what these documents are told from others, wherever they are stored."""
+        """Return, for JSON, what identifies these documents, wherever they are stored."""
         return {"num_records": len(self), "sha256": self.manifest.digest} if self.manifest else self._records.describe()
 
     def _parse(self, index: int, record: bytes) -> np.ndarray:
         if len(record) % 4:
-            raise self._no_tokens(index, f"its {len(record)} bytes are no multiple of four")
+            raise self._no_tokens(index, f"its {len(record)} bytes are not a multiple of four")
         return np.frombuffer(record, "<i4").astype(np.int32, copy=False)
 
     def _check_range(self, index: int, tokens: np.ndarray) -> None:
@@ -85,20 +85,20 @@ class TokenShards:
         way_out = (
             "is it text? Then set tokenize_data=True."
             if self.manifest is None
-            else f"it is not what {MANIFEST_FILE} says. Prepare the folder anew."
+            else f"it does not match {MANIFEST_FILE}. Prepare the folder again."
         )
         return ValueError(f"The {self._records.locate(index)} holds no tokens, as {cause}: {way_out}")
 
 
 def write_shard(file: Path, documents: Iterable[np.ndarray]) -> Shard:
-    """Write the tokens of documents, such that a shard is there as a whole or not at all.
+    """Write the tokens of documents to a shard, which appears only once it is complete.
 
     Args:
         file: The shard.
-        documents: The tokens of each document; they are taken one by one.
+        documents: The tokens of each document, consumed one by one.
 
     Returns:
-        The shard, as the last one and with nothing left out.
+        The shard, with no next position and no skipped documents.
     """
     temporary = file.with_name(f".{file.name}.tmp")
     num_documents = num_tokens = 0
@@ -118,7 +118,7 @@ def write_shard(file: Path, documents: Iterable[np.ndarray]) -> Shard:
 
 
 def find_problem(folder: Path, shard: Shard) -> str | None:
-    """Return what is wrong with a shard, as far as that can be said without reading it."""
+    """Return what is wrong with a shard, as far as its size shows."""
     file = folder / shard.file
     if not file.exists():
         return "is missing"
@@ -127,15 +127,15 @@ def find_problem(folder: Path, shard: Shard) -> str | None:
 
 
 def find_damage(folder: Path, shard: Shard) -> str | None:
-    """Return what is wrong with a shard, having read all of it."""
-    return find_problem(folder, shard) or (None if _is_sound(folder / shard.file, shard) else "is damaged")
+    """Return what is wrong with a shard after reading all of it."""
+    return find_problem(folder, shard) or (None if _matches(folder / shard.file, shard) else "is damaged")
 
 
 def verify(folder: str | os.PathLike) -> None:
     """Read all shards of a folder, and compare them with the manifest.
 
     Raises:
-        ShardError: Some shards are not what the manifest says; the message names them.
+        ShardError: Some shards do not match the manifest; the message names them.
         ValueError: There is no manifest.
     """
     shards = TokenShards(folder)
@@ -146,7 +146,7 @@ def verify(folder: str | os.PathLike) -> None:
         raise ShardError(f"These shards in {folder} are damaged: {', '.join(damaged)}. For each of them, {REPAIR}.")
 
 
-def _is_sound(file: Path, shard: Shard) -> bool:
+def _matches(file: Path, shard: Shard) -> bool:
     with open(file, "rb") as stream:
         if hashlib.file_digest(stream, "sha256").hexdigest() != shard.sha256:
             return False
@@ -161,11 +161,11 @@ def _is_sound(file: Path, shard: Shard) -> bool:
 
 def _check_files(manifest: Manifest, folder: Path) -> None:
     if not manifest.is_complete:
-        raise ValueError(f"{folder} has not been prepared to its end: run the command again, and it will go on.")
+        raise ValueError(f"{folder} is not completely prepared: run the command again to resume it.")
     for shard in manifest.shards:
         problem = find_problem(folder, shard)
         if problem:
             raise ShardError(f"The shard {folder / shard.file} {problem}: {REPAIR}.")
     unknown = [file.name for file in find_shards(folder) if file.name not in {shard.file for shard in manifest.shards}]
     if unknown:
-        raise ValueError(f"{folder / MANIFEST_FILE} does not know of {', '.join(unknown)}: move them away.")
+        raise ValueError(f"{folder / MANIFEST_FILE} does not list {', '.join(unknown)}: move them away.")

@@ -1,4 +1,4 @@
-"""Examples of a formal task as batches, each a function of the seed and the step."""
+"""Batches of examples of a formal task, each a function of the seed and the step."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,16 +17,16 @@ from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 
 
 def task_vocabulary(config: FormalTaskDataConfig) -> Vocabulary:
-    """Return the symbols of a task."""
+    """Return the vocabulary of a task: its symbols."""
     return Vocabulary(len(_find_task(config).vocabulary), f"task {config.task!r}")
 
 
 class TaskBatches(Iterator[LLMBatch]):
-    """The rows of this process, batch after batch without end.
+    """Yields the rows of this process, batch after batch, endlessly.
 
     Args:
         config: The task and the batches.
-        own_rows: From the number of rows in a batch to the indices of those of this process.
+        own_rows: Maps the number of rows in a batch to the indices of the rows of this process.
     """
 
     def __init__(self, config: FormalTaskDataConfig, own_rows: Callable[[int], np.ndarray] = np.arange):
@@ -62,11 +62,11 @@ class TaskBatches(Iterator[LLMBatch]):
         return stack_examples(examples, self._length)
 
     def get_state(self) -> dict[str, Any]:
-        """Return where the iterator stands, for JSON; it is the same in every process."""
+        """Return the position of the iterator, for JSON; it is the same in every process."""
         return {"data": self._describe(), "index": self._index}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where an iterator of the same task stood."""
+        """Resume the state of an iterator of the same task."""
         check_keys(state, "data", "index")
         if state["data"] != self._describe():
             raise ValueError(f"The state is of {state['data']}, but here there is {self._describe()}.")
@@ -82,10 +82,10 @@ def make_task_iterator(config: FormalTaskDataConfig, global_mesh: Mesh) -> Multi
 
     Args:
         config: The task and the batches.
-        global_mesh: The mesh; the rows of a batch are split over all of its devices.
+        global_mesh: The mesh; the rows of a batch are sharded over all of its devices.
 
     Returns:
-        The iterator. If data is shuffled, every epoch has examples of its own; otherwise all have the same.
+        The iterator. If data is shuffled, every epoch has its own examples; otherwise all epochs have the same.
     """
     return MultiHostDataLoadIterator(
         TaskBatches(config, lambda num_rows: rows_of_process(global_mesh, num_rows)),

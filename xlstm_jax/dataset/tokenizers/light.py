@@ -1,4 +1,4 @@
-"""Tokenizers that need no `transformers`, with the part of its interface that a data pipeline uses."""
+"""Tokenizers that do not need `transformers`, with the part of its interface that data pipelines use."""
 
 import abc
 import json
@@ -14,19 +14,17 @@ from xlstm_jax.configs import ConfigError
 BYTE_TOKENIZER = "byte"
 """The path that names the tokenizer of bytes."""
 END_OF_DOCUMENT = "<|endoftext|>"
-"""How tokenizers that are trained here write the end of a document."""
-
-
-MOST_TOKENS = 2**22
-"""The largest vocabulary that is trained: memory for all of it is allocated, and usual ones have up to 2**18."""
+"""The text of the end of a document in tokenizers that are trained here."""
+MAX_VOCAB_SIZE = 2**22
+"""The largest vocabulary to train: memory for all of it is allocated, and common ones have up to 2**18 tokens."""
 
 
 class LightTokenizer(abc.ABC):
     """Turns texts into tokens and back.
 
     Args:
-        add_bos: Begin each text with the token for the beginning, unless a call asks for no special tokens.
-        add_eos: End each text with the token for the end, unless a call asks for no special tokens.
+        add_bos: Start each text with the token for the beginning, unless a call excludes special tokens.
+        add_eos: End each text with the token for the end, unless a call excludes special tokens.
     """
 
     bos_token_id: int | None = None
@@ -40,11 +38,11 @@ class LightTokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, without special ones around them."""
+        """Return the tokens of each text, without special tokens around them."""
 
     @abc.abstractmethod
     def decode(self, token_ids: Iterable[int] | np.ndarray, skip_special_tokens: bool = False) -> str:
-        """Return the text of some tokens; what is no text becomes a replacement character."""
+        """Return the text of some tokens; invalid bytes become replacement characters."""
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -61,9 +59,9 @@ class LightTokenizer(abc.ABC):
 
         Args:
             text: The text, or several.
-            add_special_tokens: Put the special tokens around each text that the tokenizer was made with.
-            truncation: Whether `max_length` holds.
-            max_length: The largest number of tokens; more are cut off at the `truncation_side`.
+            add_special_tokens: Add the special tokens that the tokenizer was created with.
+            truncation: Whether `max_length` applies.
+            max_length: The largest number of tokens; longer texts are truncated at the `truncation_side`.
         """
         texts = [text] if isinstance(text, str) else list(text)
         rows = [row.tolist() for row in self.encode_arrays(texts, add_special_tokens=add_special_tokens)]
@@ -87,7 +85,7 @@ class LightTokenizer(abc.ABC):
 
 
 class ByteTokenizer(LightTokenizer):
-    """The bytes of UTF-8 as tokens, and one token more: the end of a document, which also begins a text."""
+    """The bytes of UTF-8 as tokens, and one more token for the end of a document, which can also start a text."""
 
     bos_token_id = eos_token_id = 256
     vocab_size = 257
@@ -97,14 +95,14 @@ class ByteTokenizer(LightTokenizer):
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
 
     def decode(self, token_ids: Iterable[int] | np.ndarray, skip_special_tokens: bool = False) -> str:
-        """Return the text of some bytes; a number that is no token becomes a replacement character too."""
+        """Return the text of some bytes; invalid bytes and ids become replacement characters."""
         special = {self.eos_token_id: b"" if skip_special_tokens else END_OF_DOCUMENT.encode()}
         parts = (bytes([token]) if token < 256 else special.get(token, b"\xff") for token in map(int, token_ids))
         return b"".join(parts).decode("utf-8", errors="replace")
 
 
 class FileTokenizer(LightTokenizer):
-    """A `tokenizer.json` of the library `tokenizers`, with the special tokens of the `tokenizer_config.json` beside it.
+    """A `tokenizer.json` of the library `tokenizers`; its special tokens are in the `tokenizer_config.json` next to it.
 
     Args:
         path: The file, or its folder.
@@ -124,12 +122,12 @@ class FileTokenizer(LightTokenizer):
         special = json.loads(config.read_text()) if config.exists() else {}
         self.bos_token_id, self.eos_token_id = (self._special_token(special, name) for name in ("bos", "eos"))
         self.vocab_size = self._tokenizer.get_vocab_size()
-        for name, asked, token in (("bos", add_bos, self.bos_token_id), ("eos", add_eos, self.eos_token_id)):
-            if asked and token is None:
+        for name, is_set, token in (("bos", add_bos, self.bos_token_id), ("eos", add_eos, self.eos_token_id)):
+            if is_set and token is None:
                 raise ValueError(f"add_{name} is set, but {config} names no {name}_token.")
 
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, found by as many threads as there are cores."""
+        """Return the tokens of each text, using one thread per core."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
@@ -147,37 +145,35 @@ def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # The library raises nothing more specific.
-        raise ConfigError(
-            f"{file} is no tokenizer that can be read: {error}. Give another one, or make it anew."
-        ) from error
+        raise ConfigError(f"{file} is not a valid tokenizer: {error}. Give another one, or train it again.") from error
 
 
 def tokenizer_file(path: str | Path) -> Path | None:
-    """Return the `tokenizer.json` that a path names or holds, if there is one."""
+    """Return the `tokenizer.json` at a path, or in the folder at that path, if there is one."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     return file if file.name.endswith(".json") and file.is_file() else None
 
 
 def config_file(file: Path) -> Path:
-    """Return where the special tokens and options of a `tokenizer.json` are, if it has any."""
+    """Return the file of the special tokens and options of a `tokenizer.json`, which may not exist."""
     return file.with_name("tokenizer_config.json")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Path:
-    """Train byte-level BPE, and write it so that `load_tokenizer` and `transformers` can read it.
+    """Train byte-level BPE, and save it for `load_tokenizer` and `transformers`.
 
     Args:
-        texts: What it is trained on.
-        vocab_size: The number of tokens, among them the 256 bytes and the end of a document.
-        folder: Where `tokenizer.json` and `tokenizer_config.json` are written.
+        texts: The training text.
+        vocab_size: The number of tokens, including the 256 bytes and the end of a document.
+        folder: The folder for `tokenizer.json` and `tokenizer_config.json`.
 
     Returns:
         The folder.
     """
     if vocab_size < 257:
         raise ConfigError(f"vocab_size is {vocab_size}, but 256 bytes and the end of a document need at least 257.")
-    if vocab_size > MOST_TOKENS:
-        raise ConfigError(f"vocab_size is {vocab_size}, but must be at most {MOST_TOKENS}.")
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ConfigError(f"vocab_size is {vocab_size}, but must be at most {MAX_VOCAB_SIZE}.")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Tokenizers by name or path."""
+"""Load tokenizers by name or path."""
 
 import os
 from pathlib import Path
@@ -22,13 +22,13 @@ def load_tokenizer(
     Args:
         tokenizer_path: `byte` for the bytes of a text, which needs no file; otherwise a folder, a `tokenizer.json` or a
             name on the Hugging Face hub. A local `tokenizer.json` needs no `transformers`.
-        add_bos: Begin each text with the token for the beginning of a sequence.
+        add_bos: Start each text with the token for the beginning of a sequence.
         add_eos: End each text with the token for the end of a sequence.
         hf_access_token: The token for the hub.
-        cache_dir: Where what is downloaded is kept.
+        cache_dir: The folder of downloads.
 
     Returns:
-        A tokenizer of `transformers`, or one with the part of its interface that data pipelines use.
+        A tokenizer of `transformers`, or one with the part of its interface that data pipelines need.
     """
     if str(tokenizer_path) == BYTE_TOKENIZER:
         return ByteTokenizer(add_bos, add_eos)
@@ -43,7 +43,7 @@ def load_tokenizer(
     except ImportError as error:
         if file is None:
             raise ImportError(
-                f"The tokenizer {str(tokenizer_path)!r} is no local tokenizer.json and needs transformers: "
+                f"The tokenizer {str(tokenizer_path)!r} is not a local tokenizer.json and needs transformers: "
                 f'pip install "xlstm_jax[hf]", or set tokenizer_path="{BYTE_TOKENIZER}" for the bytes of a text.'
             ) from error
         return FileTokenizer(file, add_bos, add_eos)
@@ -57,20 +57,20 @@ def load_tokenizer(
             token=hf_access_token,
             cache_dir=cache_dir,
         )
-    except Exception as error:  # Of a file that is no tokenizer, the library raises nothing more specific.
+    except Exception as error:  # The library has no specific error for a file that is no tokenizer.
         if not is_local:
             raise
         cause = " ".join(str(error).split())
-        raise ConfigError(f"{tokenizer_path} holds no tokenizer that can be read: {cause}") from error
+        raise ConfigError(f"{tokenizer_path} is not a valid tokenizer: {cause}") from error
 
 
 def _is_path(text: str) -> bool:
-    """Tell whether a text cannot be a name on the hub, which is `name` or `owner/name`."""
+    """Return whether a text cannot be a name on the hub, `name` or `owner/name`."""
     return Path(text).is_absolute() or text.startswith((".", "~")) or text.endswith(".json") or text.count("/") > 1
 
 
 def _import_auto_tokenizer() -> Any:
-    """Import what loads tokenizers, without the advice to install torch, which they do not need."""
+    """Import `AutoTokenizer` without the warning that torch is not installed, which tokenizers do not need."""
     given = os.environ.get(_NO_ADVICE)
     os.environ[_NO_ADVICE] = "1"
     try:

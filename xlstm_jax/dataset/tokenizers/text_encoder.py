@@ -1,4 +1,4 @@
-"""From many texts at once to arrays of tokens."""
+"""Encode many texts at once into arrays of tokens."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from xlstm_jax.dataset.tokenizers.loading import load_tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class TextEncoder:
-    """A tokenizer that is loaded where it is first used: workers are sent these few fields."""
+    """A tokenizer that is loaded on first use; only these fields are sent to workers."""
 
     tokenizer_path: str
     add_bos: bool = False
@@ -30,7 +30,7 @@ class TextEncoder:
         if isinstance(tokenizer, LightTokenizer):
             return tokenizer.encode_arrays(texts)
         if hasattr(tokenizer, "backend_tokenizer"):
-            # Past the wrapper, which collects masks and types of tokens too, but keeps no cuts that a file asks for.
+            # Bypass the wrapper, which also collects masks and token types, and ignore truncation settings of the file.
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
             rows = [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch_fast(texts)]
@@ -47,12 +47,12 @@ class TextEncoder:
 
     @property
     def eod_token_id(self) -> int | None:
-        """What ends a document, if the tokenizer has a token for it."""
+        """The token that ends a document, if the tokenizer has one."""
         return self.tokenizer.eos_token_id
 
     @functools.cached_property
     def digest(self) -> str:
-        """The SHA-256 of what decides on the tokens: the same wherever the tokenizer is stored."""
+        """The SHA-256 of everything that determines the tokens, wherever the tokenizer is stored."""
         bos = self.tokenizer.bos_token_id if self.add_bos else None
         eos = self.tokenizer.eos_token_id if self.add_eos else None
         return hashlib.sha256(json.dumps([self._rules(), bos, eos], sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The token ids of data, and whether a model has a row for each of them."""
+"""The vocabulary of data, and the check that a model has an embedding row for each token id."""
 
 import dataclasses
 import logging
@@ -12,53 +12,53 @@ from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 LOGGER = logging.getLogger(__name__)
 
 _DIGEST_CHARACTERS = 12
-"""How much of a digest a message shows."""
+"""The number of characters of a digest in messages."""
 
 
 class MissingTokenizerError(ConfigError):
-    """A tokenizer cannot be loaded from where it should be."""
+    """A tokenizer cannot be loaded from its location."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The token ids that data can hold, `0` to `size - 1`, and the tokenizer that gives them a meaning."""
+    """The token ids that data can hold, `0` to `size - 1`, and their tokenizer."""
 
     size: int
     origin: str
-    """What they were taken from, for messages."""
+    """The origin of the vocabulary, for messages."""
     encoder: TextEncoder | None = None
-    """The tokenizer; `None` if the tokens are not those of a text."""
+    """The tokenizer; `None` if the tokens are not text."""
     digest: str | None = None
-    """`TextEncoder.digest` of the tokenizer, which may be known where the tokenizer itself is not at hand."""
+    """`TextEncoder.digest` of the tokenizer, which may be known even if the tokenizer is not available."""
 
     @staticmethod
     def of_tokenizer(encoder: TextEncoder) -> "Vocabulary":
-        """Return the vocabulary of a tokenizer, which is loaded.
+        """Load a tokenizer and return its vocabulary.
 
         Raises:
             MissingTokenizerError: It cannot be loaded.
         """
         try:
             size, digest = len(encoder.tokenizer), encoder.digest
-        except Exception as error:  # Libraries have errors of their own for what the hub does not give.
+        except Exception as error:  # Libraries raise their own errors if the hub fails.
             raise _not_loaded(encoder, error) from error
         return Vocabulary(size, f"tokenizer {encoder.tokenizer_path!r}", encoder, digest)
 
     @property
     def description(self) -> str:
-        """The origin with the beginning of the digest."""
+        """The origin with the start of the digest."""
         return self.origin if self.digest is None else f"{self.origin}, digest {self.digest[:_DIGEST_CHARACTERS]}"
 
     def load_tokenizer(self) -> Any:
-        """Load the tokenizer, to read and write texts without special tokens around them.
+        """Load the tokenizer, without special tokens around texts.
 
         Raises:
             MissingTokenizerError: It cannot be loaded.
-            ConfigError: There is none, or it is no longer the same.
+            ConfigError: There is none, or it has changed.
         """
         if self.encoder is None:
-            raise ConfigError(f"There is no tokenizer for {self.origin}: its tokens are not those of a text.")
-        encoder = dataclasses.replace(self.encoder)  # without what it has cached
+            raise ConfigError(f"There is no tokenizer for {self.origin}: its tokens are not text.")
+        encoder = dataclasses.replace(self.encoder)  # without cached properties
         try:
             digest = encoder.digest
             loaded = load_tokenizer(
@@ -71,10 +71,10 @@ class Vocabulary:
         return loaded
 
     def check_same_tokens(self, name: str, other: "Vocabulary") -> None:
-        """Raise unless another vocabulary is of the same tokenizer, as far as both tokenizers are known.
+        """Raise if another vocabulary belongs to another tokenizer, as far as both are known.
 
         Args:
-            name: What the other vocabulary belongs to, for messages.
+            name: The owner of the other vocabulary, for messages.
             other: The other vocabulary.
 
         Raises:
@@ -84,7 +84,7 @@ class Vocabulary:
             return
         digest = other.digest
         if self.encoder is not None and other.encoder is not None:
-            # A digest includes the special tokens that are put around texts, which may differ for the same tokenizer.
+            # Digests include the special tokens around texts, which may differ for the same tokenizer.
             flags = {"add_bos": self.encoder.add_bos, "add_eos": self.encoder.add_eos}
             if flags != {"add_bos": other.encoder.add_bos, "add_eos": other.encoder.add_eos}:
                 encoder = dataclasses.replace(other.encoder, **flags)
@@ -98,15 +98,14 @@ class Vocabulary:
 
 
 def check_vocabularies(num_ids: int | None, vocabularies: Mapping[str, Vocabulary | None]) -> None:
-    """Raise unless a model can take all tokens of some data, and all of it is of one tokenizer.
+    """Raise unless a model has all token ids of some data, and all data has the same tokenizer.
 
     Args:
         num_ids: The number of token ids of the model, if it is known.
-        vocabularies: The vocabularies by what they belong to; `None` for those that are not known before the data is
-            read.
+        vocabularies: The vocabularies by owner; `None` if unknown before the data is read.
 
     Raises:
-        ConfigError: One has more ids than the model, or is of another tokenizer than the first of them.
+        ConfigError: A vocabulary has more ids than the model, or another tokenizer than the first vocabulary.
     """
     known = {name: vocabulary for name, vocabulary in vocabularies.items() if vocabulary is not None}
     for name, vocabulary in known.items():
