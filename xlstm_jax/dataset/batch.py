@@ -1,4 +1,4 @@
-"""Batches: what a data pipeline yields and a loss function reads."""
+"""Batches, which data pipelines yield and loss functions read."""
 
 import dataclasses
 import functools
@@ -11,10 +11,10 @@ import numpy as np
 from flax.struct import dataclass
 
 dataclass_kwonly = functools.partial(dataclass, kw_only=True)
-"""Makes a class a tree whose further fields are keyword arguments: for batches of your own."""
+"""Makes a class a pytree with keyword-only fields, for custom batches."""
 
 Array = jax.Array | Any
-"""A leaf of a batch: an array of JAX or NumPy, its shape and dtype, or what a tree map has put in its place."""
+"""A leaf of a batch: an array of JAX or NumPy, a shape with a dtype, or any result of a tree map."""
 
 
 class TokenRange(NamedTuple):
@@ -32,7 +32,7 @@ class Batch:
     targets: Array
 
     def __getitem__(self, key: Any) -> Any:
-        """Slice every array; of a tuple, an array uses as many entries as it has axes."""
+        """Slice every array; each array uses as many entries of a tuple as it has axes."""
         return jax.tree.map(lambda array: _compute(lambda x: x[_truncated(key, x.ndim)], array), self)
 
 
@@ -40,8 +40,8 @@ class Batch:
 class LLMBatch(Batch):
     """Packed token sequences for next-token prediction, all of shape (batch, length).
 
-    Several documents can lie one after the other in a row. The segmentation counts them from 1 and is 0 for padding;
-    the position counts the tokens of each document from 0. For the documents "a b c" and "d e", a row of length 7 has
+    A row can hold several documents in sequence. The segmentation counts them from 1 and is 0 for padding; the position
+    counts the tokens of each document from 0. For the documents "a b c" and "d e", a row of length 7 has
 
         inputs               0 a b 0 d 0 0
         targets              a b c d e 0 0
@@ -49,8 +49,8 @@ class LLMBatch(Batch):
         position             0 1 2 0 1 0 0
         document borders     1 0 0 1 0 1 0
 
-    Borders are the columns at which a recurrent state starts anew: the first one, and wherever the segmentation of the
-    inputs differs from that of the column before.
+    Borders are the columns at which a recurrent state is reset: the first one, and wherever the segmentation of the
+    inputs differs from the previous column.
     """
 
     inputs_position: Array
@@ -60,21 +60,21 @@ class LLMBatch(Batch):
     _document_borders: Array | None = None
 
     def get_document_borders(self) -> Array:
-        """Return where documents begin, as booleans of the shape of the inputs."""
+        """Return the columns at which documents start, as booleans of the shape of the inputs."""
         if self._document_borders is not None:
             return self._document_borders
         return _compute(_find_borders, self.inputs_segmentation)
 
     def get_borders_of_streams(self) -> Array:
-        """Return the borders for a state that is carried over from the same row of the batch before.
+        """Return the borders for a state that is carried over from the same row of the previous batch.
 
-        The first column is one only where a document begins: otherwise its position goes on from that batch.
+        The first column is a border only if a document starts there; otherwise its position continues that batch.
         """
         borders = self.get_document_borders()
         return _numpy_of(borders).concatenate([self.inputs_position[..., :1] == 0, borders[..., 1:]], axis=-1)
 
     def __getitem__(self, key: Any) -> Any:
-        """Slice every array; of a tuple, an array uses as many entries as it has axes.
+        """Slice every array; each array uses as many entries of a tuple as it has axes.
 
         The borders are those of the whole batch: a slice that starts inside a document has none in its first column.
         """
@@ -87,8 +87,7 @@ class LLMBatch(Batch):
 
         Args:
             inputs: The tokens, of shape (batch, length).
-            targets: The tokens to predict. Without them the inputs are the targets, and the model sees them shifted
-                right by one, behind a 0.
+            targets: The tokens to predict; by default, the inputs, which are then shifted right by one after a 0.
 
         Returns:
             The batch.
@@ -97,21 +96,21 @@ class LLMBatch(Batch):
 
     @staticmethod
     def get_dtype_struct(batch_size: int, max_length: int) -> "LLMBatch":
-        """Return a batch of shapes and dtypes, without memory behind them."""
+        """Return a batch of shapes and dtypes, without arrays."""
         return LLMBatch(**_token_structs(batch_size, max_length))
 
     @classmethod
     def get_sample(cls, batch_size: int, max_length: int) -> "LLMBatch":
-        """Return a batch of zeros as tokens, in which every row is one document."""
+        """Return a batch of zero tokens in which every row is one document."""
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cls.get_dtype_struct(batch_size, max_length))
         return dataclasses.replace(zeros, **_document_per_row(zeros.inputs, zeros.targets))
 
 
 @dataclass(kw_only=True)
 class LLMIndexedBatch(LLMBatch):
-    """Token sequences that know where they come from.
+    """Token sequences with the indices of their documents.
 
-    The indices have shape (batch,). A document that is split over rows has one `document_idx` and counts them with
+    The indices have shape (batch,). All rows of a document have the same `document_idx`, and are numbered by
     `sequence_idx`; document 0 is padding.
     """
 
@@ -127,7 +126,7 @@ class LLMIndexedBatch(LLMBatch):
         Args:
             inputs: The tokens, of shape (batch, length).
             document_idx: The document of each row.
-            sequence_idx: Which part of the document the row is.
+            sequence_idx: The index of the row within its document.
             targets: The tokens to predict, as for `LLMBatch.from_inputs`.
 
         Returns:
@@ -138,22 +137,21 @@ class LLMIndexedBatch(LLMBatch):
 
     @staticmethod
     def get_dtype_struct(batch_size: int, max_length: int) -> "LLMIndexedBatch":
-        """Return a batch of shapes and dtypes, without memory behind them."""
+        """Return a batch of shapes and dtypes, without arrays."""
         index = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
         return LLMIndexedBatch(**_token_structs(batch_size, max_length), document_idx=index, sequence_idx=index)
 
 
 def find_token_ranges(batch: Any) -> dict[str, TokenRange]:
-    """Return the range of the token ids of a batch, of its inputs and of its targets.
+    """Return the ranges of the token ids of the inputs and of the targets of a batch.
 
-    An id counts where the segmentation is not 0: the others are padding or masked, and may be anything, such as -100.
+    Ids count where the segmentation is not 0; the others are padding or masked, and may be any number, such as -100.
 
     Args:
-        batch: The batch. Of an array on devices, the parts in this process are copied to the host.
+        batch: The batch. The local shards of arrays on devices are copied to the host.
 
     Returns:
-        The ranges by the names of the fields, without those that have no id that counts. What is no `LLMBatch` has
-        none.
+        The ranges by field, without fields in which no id counts. Only an `LLMBatch` has ranges.
     """
     if not isinstance(batch, LLMBatch):
         return {}
@@ -167,7 +165,7 @@ def find_token_ranges(batch: Any) -> dict[str, TokenRange]:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return an array as one of NumPy; of one that is spread over processes, the rows of this process."""
+    """Return an array as a NumPy array; if it is sharded over processes, only the rows of this process."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.concatenate([np.asarray(shard.data) for shard in array.addressable_shards])
     return np.asarray(array)
@@ -193,7 +191,7 @@ def _token_structs(batch_size: int, max_length: int) -> dict[str, jax.ShapeDtype
 
 
 def _compute(function: Callable[[Array], Array], array: Array) -> Array:
-    """Apply a function to an array, or find the shape and dtype that it would give."""
+    """Apply a function to an array, or return the shape and dtype of the result for a shape and dtype."""
     return jax.eval_shape(function, array) if isinstance(array, jax.ShapeDtypeStruct) else function(array)
 
 
@@ -202,7 +200,7 @@ def _truncated(key: Any, ndim: int) -> Any:
 
 
 def _numpy_of(array: Array) -> Any:
-    """Return the library that an array belongs to: batches stay on the host until they are put on devices."""
+    """Return the library of an array: batches stay on the host until they are put on devices."""
     return np if isinstance(array, np.ndarray) else jnp
 
 

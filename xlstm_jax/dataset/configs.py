@@ -1,4 +1,4 @@
-"""What data a run reads and how it is cut into batches."""
+"""Configs of data: what is read, and how it is arranged in batches."""
 
 import dataclasses
 import math
@@ -12,20 +12,20 @@ T = TypeVar("T", bound="DataConfig")
 
 
 class DefaultName(str):
-    """A default that is told apart from the same text where a user has set it."""
+    """A default that can be distinguished from the same text set by a user."""
 
     __slots__ = ()
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class DataConfig:
-    """What all kinds of data have in common."""
+    """The fields that all kinds of data share."""
 
     shuffle_data: bool = False
     name: str | None = None
-    """What this set is called where there are several."""
+    """The name of this set in a mixture."""
     data_config_type: str | None = None
-    """Which kind of data this is, for those who choose the class by a name."""
+    """The kind of data, for recipes, which choose the class by this name."""
     global_batch_size: int
     """The number of rows in a batch, over all devices of all processes."""
     max_target_length: int | None = None
@@ -38,7 +38,7 @@ class DataConfig:
         _check_least(self, 0, "data_shuffle_seed")
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name, for `configs.describe_ignored`."""
+        """Return why fields have no effect given the other fields, by name, for `configs.describe_ignored`."""
         return {}
 
     @classmethod
@@ -50,13 +50,13 @@ class DataConfig:
     ) -> tuple[T, T]:
         """Make a config for training and one for evaluation.
 
-        Training shuffles, leaves out a last batch that is not full and reads the split `train`. Evaluation reads all of
-        the split `validation` in order. Both hold only where the class has such a field.
+        Training shuffles, drops a last batch that is not full and reads the split `train`. Evaluation reads all of the
+        split `validation` in order. Defaults apply only to fields that the class has.
 
         Args:
-            train_kwargs: Fields of the config for training; they go before the values above.
+            train_kwargs: Fields of the config for training; they override the defaults above.
             eval_kwargs: Fields of the config for evaluation.
-            **kwargs: Fields of both; they go before all others.
+            **kwargs: Fields of both configs; they override all others.
 
         Returns:
             The config for training and that for evaluation.
@@ -72,39 +72,39 @@ class DataConfig:
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class TextDataConfig(DataConfig):
-    """What data sets of documents have in common, from tokens to batches."""
+    """The fields that data sets of documents share, from tokens to batches."""
 
     data_column: str = "text"
     max_steps_per_epoch: int | None = None
-    """The number of batches after which an epoch ends, if the data does not end before."""
+    """The largest number of batches in an epoch."""
     tokenizer_path: str | None = DefaultName("gpt2")
     """The tokenizer, as for `load_tokenizer`. For tokens on disk that have a manifest, which names their tokenizer,
-    this may be left out or `None`; one that is set has to be the same."""
+    it may be omitted or `None`; one that is set must be the same."""
     hf_cache_dir: Path | str | None = None
     hf_access_token: str | None = dataclasses.field(default=None, repr=False)
     add_bos: bool = False
     add_eos: bool = False
     add_eod: bool = True
-    """End each document with the token for the end of a document, which the tokenizer calls the end of a sequence."""
+    """Append the token that ends a document, which the tokenizer calls the end of a sequence, to each document."""
     packing: Literal["stream", "first_fit", "none"] | None = None
-    """How documents are laid out in rows. With `stream` a row has no end: a document goes on in the same row of the
-    next batch. With `first_fit` pieces of at most a row are put together. With `none` each piece is padded to a row. By
-    default, `first_fit` if `grain_packing` is set, else `none`."""
+    """How documents are arranged in rows. With `stream`, a row is endless: a document continues in the same row of the
+    next batch. With `first_fit`, pieces of at most a row are packed together. With `none`, each piece is padded to a
+    row. By default, `first_fit` if `grain_packing` is set, else `none`."""
     grain_packing: bool = False
-    """Put several documents into a row, instead of padding each."""
+    """Pack several documents into a row, instead of padding each."""
     grain_packing_bin_count: int | None = None
-    """How many rows `first_fit` fills at a time; `None` for as many as a batch has."""
+    """The number of rows that `first_fit` fills at a time; `None` for those of a batch."""
     worker_count: int = 1
-    """How many processes read texts and tokenise them; 0 for a thread. Tokens on disk need none."""
+    """The number of processes that read and tokenise texts; 0 for a thread. Tokens on disk need none."""
     worker_buffer_size: int = 1
-    """How many batches are prepared ahead."""
+    """The number of batches that are prepared ahead."""
     drop_remainder: bool = False
-    """Let the data begin again in the batch in which it ends, so that no row is padded; otherwise every epoch is one
-    pass over all documents, the last rows of which are padded."""
+    """Repeat the data without a break, so that no row is padded; otherwise every epoch is one pass over all documents,
+    whose last rows are padded."""
     on_bad_data: Literal["error", "skip"] = "error"
-    """Whether documents that are empty, damaged or missing are an error, or are left out and counted."""
+    """Whether documents that are empty, damaged or missing are an error, or are skipped and counted."""
     batch_rampup_factors: dict[int, float] | None = None
-    """From these steps on, batches have this many times `global_batch_size` rows."""
+    """Factors of `global_batch_size`, by the step from which they apply."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -117,7 +117,7 @@ class TextDataConfig(DataConfig):
             raise ConfigError('grain_packing is set and packing is "none": leave one of them out.')
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name."""
+        """Return why fields have no effect given the other fields, by name."""
         reasons = super().ignored_fields()
         if not self.shuffle_data:
             reasons["data_shuffle_seed"] = "without shuffle_data"
@@ -127,7 +127,7 @@ class TextDataConfig(DataConfig):
 
     @property
     def packing_name(self) -> Literal["stream", "first_fit", "none"]:
-        """The packing that `packing` and `grain_packing` come to."""
+        """The packing that results from `packing` and `grain_packing`."""
         return self.packing or ("first_fit" if self.grain_packing else "none")
 
 
@@ -140,7 +140,7 @@ class HFHubDataConfig(TextDataConfig):
     hf_data_files: str | None = None
     split: str | None = "train"
     hf_num_data_processes: int | None = None
-    """How many processes download and prepare the data."""
+    """The number of processes that download and prepare the data."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -149,14 +149,15 @@ class HFHubDataConfig(TextDataConfig):
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class SyntheticDataConfig(DataConfig):
-    """Batches without files: rows of zeros or, with a `vocab_size`, random tokens packed into documents."""
+    """Synthetic batches: rows of zeros or, with a `vocab_size`, random tokens packed into documents."""
 
     num_batches: int = 100
-    """The number of batches in an epoch; all epochs are the same."""
+    """The number of batches in an epoch; all epochs have the same batches."""
     vocab_size: int | None = None
     """The number of different tokens, of which the first are the most frequent; `None` for zeros alone."""
     mean_document_length: int | None = None
-    """The mean length of random documents, before the last one of a row is cut off; `None` for one document per row."""
+    """The mean length of random documents before the last one of a row is truncated; `None` for one document per
+    row."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -168,7 +169,7 @@ class SyntheticDataConfig(DataConfig):
             )
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name."""
+        """Return why fields have no effect given the other fields, by name."""
         reasons = super().ignored_fields() | {"shuffle_data": "on synthetic batches, which are the same in all epochs"}
         return reasons | ({"data_shuffle_seed": "on rows of zeros"} if self.vocab_size is None else {})
 
@@ -178,13 +179,13 @@ class FormalTaskDataConfig(DataConfig):
     """Examples of a formal language or of associative recall, drawn from `data_shuffle_seed`, each a row."""
 
     task: str
-    """A name in `formal_languages.TASKS`."""
+    """A name in `tasks.formal_languages.TASKS`."""
     min_length: int
     """The length of the shortest strings, without question and answer."""
     max_length: int
-    """The length of the longest strings; all lengths between are equally likely."""
+    """The length of the longest strings; all lengths in the range are equally likely."""
     num_batches: int = 100
-    """The number of batches in an epoch; epochs have examples of their own only if `shuffle_data` is set."""
+    """The number of batches in an epoch; each epoch has its own examples only if `shuffle_data` is set."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -199,14 +200,14 @@ class GrainArrayRecordsDataConfig(TextDataConfig):
     data_path: Path | str
     split: str = "train"
     tokenize_data: bool = True
-    """Whether records are texts; otherwise they are tokens."""
+    """Whether records are texts, not tokens."""
 
     def __post_init__(self):
         super().__post_init__()
         self.data_path = Path(self.data_path)
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name."""
+        """Return why fields have no effect given the other fields, by name."""
         reasons = super().ignored_fields() | {"data_column": "on ArrayRecord files, whose records are texts or tokens"}
         if not self.tokenize_data:
             reasons |= dict.fromkeys(("add_bos", "add_eos", "worker_count"), "on tokens: `prepare` has decided on it")
@@ -219,16 +220,16 @@ class TextFilesDataConfig(TextDataConfig):
 
     data_path: Path | str
     max_document_bytes: int | None = 65536
-    """Plain text files that are longer are cut at line ends into several documents, as they have to fill many rows."""
+    """Longer plain text files are cut at line ends into several documents, as they would fill many rows."""
 
     def __post_init__(self):
         super().__post_init__()
-        _check_least(self, 4, "max_document_bytes")  # as long as the longest character
+        _check_least(self, 4, "max_document_bytes")  # the bytes of the longest character
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class StandardLibraryDataConfig(TextDataConfig):
-    """The source of the running Python's standard library: real text without a download."""
+    """The source code of the standard library of the running Python: real text without a download."""
 
     split: Literal["train", "validation"] = "train"
     tokenizer_path: str | None = "byte"
@@ -238,7 +239,7 @@ class StandardLibraryDataConfig(TextDataConfig):
         _check_choice(self, "split", "train", "validation")
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name."""
+        """Return why fields have no effect given the other fields, by name."""
         return super().ignored_fields() | {"data_column": "on the standard library, which has no columns"}
 
 

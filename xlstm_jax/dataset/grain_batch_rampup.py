@@ -18,7 +18,7 @@ Schedule = Callable[[int], int]
 
 
 class _BatchRampUpDatasetIterator(grain.DatasetIterator[T]):
-    """Counts the batches, and takes as many rows for each as the schedule says."""
+    """Counts the batches, and draws the scheduled number of rows for each."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class _BatchRampUpDatasetIterator(grain.DatasetIterator[T]):
 
 
 class BatchRampUpIterDataset(grain.IterDataset[T]):
-    """A data set of batches, each with as many rows as a schedule says.
+    """A data set of batches whose number of rows follows a schedule.
 
-    Its iterators can stop after any batch and go on from their state, `{"batch_step": ..., "parent": ...}`.
+    Its iterators can stop after any batch and resume from their state, `{"batch_step": ..., "parent": ...}`.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class BatchRampUpIterDataset(grain.IterDataset[T]):
 
         Args:
             parent: The rows.
-            batch_rampup_schedule: From the index of a batch to the number of its rows.
-            drop_remainder: Leave out the last rows, if they are fewer than the schedule asks for.
+            batch_rampup_schedule: Maps the index of a batch to the number of its rows.
+            drop_remainder: Drop the last rows if they are fewer than scheduled.
             batch_fn: Makes a batch of a list of rows; by default it stacks them.
         """
         super().__init__(parent)
@@ -97,7 +97,7 @@ def batch_dataset_with_rampup(
     Args:
         parent: The rows.
         batch_size: The number of rows that the scales are relative to.
-        drop_remainder: Leave out the last rows, if they fill no batch.
+        drop_remainder: Drop the last rows if they do not fill a batch.
         batch_fn: Makes a batch of a list of rows; by default it stacks them.
         schedule_type: `stepwise` or `constant`.
         boundaries_and_scales: The boundaries of a stepwise schedule, as for `create_batch_rampup_schedule`.
@@ -119,8 +119,8 @@ def create_batch_rampup_schedule(
     Args:
         batch_size: The number of rows that the scales are relative to.
         schedule_type: `constant`, or `stepwise` for one with boundaries.
-        boundaries_and_scales: For each boundary, as a number or its text, the scale from that step on. Without any, a
-            stepwise schedule is constant; a constant one does not read them.
+        boundaries_and_scales: The scale from each boundary on, by the step of the boundary as a number or text. Without
+            any, a stepwise schedule is constant; a constant schedule ignores them.
 
     Returns:
         A function from the index of a batch to the number of its rows.
@@ -143,8 +143,8 @@ def stepwise_rampup_schedule(batch_size: int, boundaries_and_scales: Mapping[int
 
     Args:
         batch_size: The number of rows before the first boundary.
-        boundaries_and_scales: For each boundary, the scale from that step on. Scales do not add up: each is relative to
-            `batch_size`, and what is left of a row is cut off.
+        boundaries_and_scales: The scale from each boundary on. Scales do not accumulate: each is relative to
+            `batch_size`, and the number of rows is rounded down.
 
     Returns:
         A function from the index of a batch to the number of its rows.
@@ -160,7 +160,7 @@ def stepwise_rampup_schedule(batch_size: int, boundaries_and_scales: Mapping[int
 
 
 class _Stepwise:
-    """A function that workers can be sent: one that is defined inside another cannot be pickled."""
+    """A schedule that can be pickled for workers, unlike a nested function."""
 
     def __init__(self, sizes: tuple[tuple[int, int], ...]):
         self._sizes = sizes

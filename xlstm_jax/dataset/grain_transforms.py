@@ -44,7 +44,7 @@ class ParseTokenizedArrayRecords(grain.transforms.Map):
         tokens = np.asarray(sequence, np.int64)
         too_large = tokens[tokens != tokens.astype(np.int32)]
         if too_large.size:
-            raise ValueError(f"{too_large[0]} is no token: a record has four bytes for each.")
+            raise ValueError(f"{too_large[0]} is not a token: a record has four bytes for each.")
         return tokens.astype("<i4").tobytes()
 
     @staticmethod
@@ -60,9 +60,9 @@ class ParseTokenizedArrayRecords(grain.transforms.Map):
 
 @dataclasses.dataclass
 class HFTokenize(grain.transforms.Map):
-    """Turns a text into tokens, with a tokenizer of Hugging Face.
+    """Tokenises a text with a Hugging Face tokenizer.
 
-    The tokenizer is made when the first text comes: in the worker, not before it starts.
+    The tokenizer is created for the first text: in the worker, not before it starts.
     """
 
     create_tokenizer_fn: Callable[..., Any]
@@ -73,14 +73,14 @@ class HFTokenize(grain.transforms.Map):
     add_eod: bool = True
     """End a document with `eod_token_id`, if it is shorter than `max_length`."""
     eod_token_id: int | None = None
-    """By default, what the tokenizer has for the end of a sequence."""
+    """By default, the tokenizer's token for the end of a sequence."""
     _tokenizer: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def map(self, data: Mapping[str, Any]) -> dict[str, list[int]]:
         """Return the tokens under the name of the column."""
         tokens = list(self._tokenize(data[self.column_name])["input_ids"])
         if self.add_eod:
-            tokens = _ended(tokens, self._end_of_document(), self.max_length)
+            tokens = _with_end(tokens, self._end_of_document(), self.max_length)
         return {self.column_name: tokens}
 
     def _lazy_init(self) -> Any:
@@ -99,7 +99,7 @@ class HFTokenize(grain.transforms.Map):
 
 @dataclasses.dataclass
 class HFPrefixTokenize(grain.transforms.Map):
-    """Turns a prefix and a text into a sequence of which only the text is to be predicted.
+    """Tokenises a prefix and a text as one sequence, of which only the text is a target.
 
     The sequence is the token for the beginning, the prefix, the text and the token for the end. All but its last token
     are inputs, all but its first are targets. `targets_segmentation` is 1 for targets in the text or at the end, and 0
@@ -128,7 +128,7 @@ class HFPrefixTokenize(grain.transforms.Map):
             self.eos_token_id = _special_token(self.tokenizer, "eos_token_id", "eos_token_id or add_eos_token=False")
 
     def map(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        """Return inputs and targets with their segmentations, beside all other features."""
+        """Return inputs and targets with their segmentations, and all other features."""
         prefix = self._encode(self.prefix_tokenizer, features[self.prefix_column_name], self.max_length_prefix)
         text = self._encode(self.tokenizer, features[self.text_column_name], self.max_length)
         before = [self.bos_token_id, *prefix] if self.add_bos_token else prefix
@@ -152,45 +152,45 @@ class HFPrefixTokenize(grain.transforms.Map):
 
 @dataclasses.dataclass
 class AddEODToken(grain.transforms.Map):
-    """Truncates documents, and ends those that are shorter with a token."""
+    """Truncates documents, and appends a token to those that are shorter."""
 
     eod_token_id: int
     add_eod: bool = True
     max_length: int | None = None
 
     def map(self, data: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """Return all columns, truncated and ended."""
+        """Return all columns, truncated or with the token appended."""
         documents = {name: list(tokens[: self.max_length]) for name, tokens in data.items()}
         if not self.add_eod:
             return documents
-        return {name: _ended(tokens, self.eod_token_id, self.max_length) for name, tokens in documents.items()}
+        return {name: _with_end(tokens, self.eod_token_id, self.max_length) for name, tokens in documents.items()}
 
 
 @dataclasses.dataclass
 class HFNormalizeFeatures(grain.transforms.Map):
-    """Makes the tokens of a column both inputs and targets."""
+    """Uses the tokens of a column as both inputs and targets."""
 
     column_name: str
 
     def map(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the inputs and the targets, as arrays of their own."""
+        """Return the inputs and the targets as separate arrays."""
         return {name: np.array(features[self.column_name], np.int32) for name in TOKEN_KEYS}
 
 
 @dataclasses.dataclass
 class ReformatPacking(grain.transforms.Map):
-    """Gives our names to what grain's `PackAndBatchOperation` returns: tokens, segment ids and positions."""
+    """Renames the results of grain's `PackAndBatchOperation`: tokens, segment ids and positions."""
 
     @staticmethod
     def map(data: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """Return one dictionary of all."""
+        """Return all arrays in one dictionary."""
         suffixes = ("", "_segmentation", "_position")
         return {name + suffix: part[name] for suffix, part in zip(suffixes, data, strict=True) for name in TOKEN_KEYS}
 
 
 @dataclasses.dataclass
 class ReformatLazyPacking(grain.transforms.Map):
-    """Gives our names to what the packing data sets of grain yield."""
+    """Renames the results of grain's packing data sets."""
 
     @staticmethod
     def map(data: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -201,12 +201,12 @@ class ReformatLazyPacking(grain.transforms.Map):
 
 @dataclasses.dataclass
 class PadToMaxLength(grain.transforms.Map):
-    """Makes a row of each document, with zeros behind it; longer documents stay as they are."""
+    """Zero-pads each document to a row; longer documents are unchanged."""
 
     max_length: int
 
     def map(self, data: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return tokens, segmentations and positions of length `max_length`, and all else as it is."""
+        """Return tokens, segmentations and positions of length `max_length`, and other entries unchanged."""
         row = dict(data)
         for name in TOKEN_KEYS:
             length = len(data[name])
@@ -222,11 +222,11 @@ class ShiftData(grain.transforms.Map):
     """Makes each target the token after its input."""
 
     shift_target: bool = True
-    """Shift the targets left; otherwise the inputs right, behind the end of a document."""
+    """Shift the targets left; otherwise the inputs right, after a token that ends a document."""
     eod_token_id: int = 0
-    """The input before the first token, where the inputs are shifted."""
+    """The input before the first token, if the inputs are shifted."""
     pad_token_id: int = 0
-    """The target after the last token, where the targets are shifted."""
+    """The target after the last token, if the targets are shifted."""
     axis: int = 1
 
     def map(self, data: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -237,15 +237,14 @@ class ShiftData(grain.transforms.Map):
 
 @dataclasses.dataclass
 class InferSegmentations(grain.transforms.Map):
-    """Finds the documents of rows whose inputs are shifted: each begins with the end of the one before."""
+    """Finds the documents in rows with shifted inputs: each starts with the token that ends the previous one."""
 
     eod_token_id: int
 
     def map(self, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Write segmentations and positions into `data`, and return it.
 
-        Where a segmentation is 0 it stays 0. In padding, where those of inputs and targets both are, positions are 0.
-        Rows can be batched or not.
+        A segmentation of 0 stays 0. Positions are 0 in padding, where both segmentations are 0. Rows may be batched.
         """
         eod_mask = data["inputs"] == self.eod_token_id
         first = 1 - eod_mask[..., :1].astype(np.int32)
@@ -266,11 +265,11 @@ class InferSegmentations(grain.transforms.Map):
 
 @dataclasses.dataclass
 class CollateToBatch(grain.transforms.Map):
-    """Makes a batch of a dictionary."""
+    """Makes a batch from a dictionary."""
 
     batch_class: Callable[..., Any]
     key_map: dict[str, str] | None = None
-    """From names in the dictionary to fields of the batch, where they differ."""
+    """The fields of the batch by the names in the dictionary, where they differ."""
 
     def map(self, data: Mapping[str, Any]) -> Any:
         """Return the batch."""
@@ -279,13 +278,13 @@ class CollateToBatch(grain.transforms.Map):
 
 
 def shift_right(x: np.ndarray, axis: int = 1, padding_value: int = 0, pad_by_first_element: bool = False) -> np.ndarray:
-    """Move an array by one along an axis, and leave out the last element.
+    """Shift an array right by one along an axis, dropping the last element.
 
     Args:
         x: The array.
         axis: The axis.
-        padding_value: What becomes the first element.
-        pad_by_first_element: Keep the first element at its place too, instead of `padding_value`.
+        padding_value: The new first element.
+        pad_by_first_element: Repeat the first element instead of using `padding_value`.
 
     Returns:
         An array of the same shape.
@@ -296,7 +295,7 @@ def shift_right(x: np.ndarray, axis: int = 1, padding_value: int = 0, pad_by_fir
 
 
 def shift_left(x: np.ndarray, axis: int = 1, padding_value: int = 0) -> np.ndarray:
-    """Move an array by one along an axis, leave out the first element and let `padding_value` be the last."""
+    """Shift an array left by one along an axis, dropping the first element; the last one is `padding_value`."""
     shifted = np.roll(x, -1, axis)
     np.moveaxis(shifted, axis, 0)[-1:] = padding_value
     return shifted
@@ -311,10 +310,10 @@ def shift_and_refine(
         x: Inputs and targets that are the same, with their segmentations.
         shift_target: Shift the targets left, and their segmentation with them; otherwise the inputs right.
         axis: The axis of the tokens.
-        padding_value: The token at the end that becomes free; for a segmentation, that is 0.
+        padding_value: The token at the free end; segmentations are padded with 0.
 
     Returns:
-        A dictionary with the shifted arrays, and all others as they are.
+        A dictionary with the shifted arrays, and all others unchanged.
     """
     if not shift_target:
         return {**x, "inputs": shift_right(x["inputs"], axis, padding_value)}
@@ -336,5 +335,5 @@ def _special_token(tokenizer: Any, attribute: str, way_out: str) -> int:
     return token
 
 
-def _ended(tokens: list[int], token: int, max_length: int | None) -> list[int]:
+def _with_end(tokens: list[int], token: int, max_length: int | None) -> list[int]:
     return [*tokens, token] if max_length is None or len(tokens) < max_length else tokens

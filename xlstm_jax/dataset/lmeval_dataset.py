@@ -1,4 +1,4 @@
-"""Requests of the evaluation harness lm-eval as rows of one length, of which only the texts are to be predicted."""
+"""Requests of the evaluation harness lm-eval as rows of equal length, in which only the texts are targets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,19 +20,19 @@ class HFTokenizeLogLikelihood:
 
 
 class HFTokenizeLogLikelihoodRolling:
-    """Turns requests into rows of `max_length` tokens.
+    """Tokenises requests into rows of `max_length` tokens.
 
-    A document that is longer is split into windows that follow each other, but the last one is moved left until it is
-    full. Every token of the text is a target of exactly one window, and no token of the prefix is a target of any;
-    windows without targets are left out. Documents count from 1, and rows of document 0 fill up the last batch.
+    A longer document is split into consecutive windows; the last window is moved left until it is full. Every token of
+    the text is a target in exactly one window, and no token of the prefix is a target; windows without targets are
+    dropped. Documents count from 1, and rows of document 0 pad the last batch.
 
     Args:
         tokenizer_path: The tokenizer, as for `load_tokenizer`.
         max_length: The length of a row.
-        batch_size: The number of rows is a multiple of it.
+        batch_size: The number of rows is padded to a multiple of it.
         hf_access_token: The token for the Hugging Face hub.
-        tokenizer_cache_dir: Where a downloaded tokenizer is kept.
-        add_bos_token: Begin each document with `bos_token_id`.
+        tokenizer_cache_dir: The folder of downloaded tokenizers.
+        add_bos_token: Start each document with `bos_token_id`.
         add_eos_token: End each document with `eos_token_id`, which is then a target too.
         bos_token_id: By default, that of the tokenizer.
         eos_token_id: By default, that of the tokenizer.
@@ -78,11 +78,11 @@ class HFTokenizeLogLikelihoodRolling:
     def simple_array(
         self, *, prefix_tokens: Sequence[int], all_tokens: Sequence[int], doc_idx: int, seq_idx: int
     ) -> dict[str, np.ndarray]:
-        """Make a row: each token but the last is an input, and the one after it its target.
+        """Make a row: each token but the last is an input, and the next token is its target.
 
         Args:
-            prefix_tokens: The tokens at the beginning that are no targets.
-            all_tokens: The tokens, those included.
+            prefix_tokens: The leading tokens that are not targets.
+            all_tokens: All tokens, including the prefix.
             doc_idx: The document.
             seq_idx: The window of the document.
 
@@ -106,7 +106,7 @@ class HFTokenizeLogLikelihoodRolling:
         }
 
     def _windows(self, prefix: str, text: str) -> Iterator[dict[str, list[int]]]:
-        """Yield the tokens of each window, and those at its beginning that are no targets."""
+        """Yield the tokens of each window, and its leading tokens that are not targets."""
         before = [*self._before, *self._tokenize(prefix)["input_ids"]]
         tokens = [*before, *self._tokenize(text)["input_ids"], *self._after]
         num_inputs = max(len(tokens) - 1, 0)
@@ -128,9 +128,10 @@ class HFTokenizeLogLikelihoodRolling:
 
 
 def split_request(request: Any) -> dict[str, str]:
-    """Return what a request gives, `prefix`, and what is to be predicted, `text`.
+    """Return the given part of a request, `prefix`, and the part to predict, `text`.
 
-    White space at the end of a prefix goes to the text, as in lm-eval: words are tokenized with the space before them.
+    Trailing white space of a prefix is moved to the text, as in lm-eval: words are tokenized with the space before
+    them.
 
     Args:
         request: An `Instance` of lm-eval, with the arguments (context, continuation) or (document,).
@@ -144,9 +145,9 @@ def split_request(request: Any) -> dict[str, str]:
 def document_tokens(
     tokenizer: Any, bos_token_id: int | None = None, eos_token_id: int | None = None
 ) -> tuple[int, int]:
-    """Return the tokens that begin and end a document: those given, or those of the tokenizer.
+    """Return the tokens that start and end a document: the given ones, or those of the tokenizer.
 
-    If there is only one of them, it is used for both.
+    If only one of them exists, it is used for both.
     """
     bos_token_id = tokenizer.bos_token_id if bos_token_id is None else bos_token_id
     eos_token_id = tokenizer.eos_token_id if eos_token_id is None else eos_token_id

@@ -1,4 +1,4 @@
-"""Requests of the evaluation harness lm-eval as batches of documents of any length, the longest first."""
+"""Batches of requests of the evaluation harness lm-eval, sorted by length with the longest first."""
 
 # A data set or transform names its argument after what it takes; grain passes it by position.
 # pyright: reportIncompatibleMethodOverride=false
@@ -24,7 +24,7 @@ class ParseLMEval(grain.transforms.Map):
     """Reads the texts of a request; see `split_request`.
 
     Args:
-        request_name: What the request is called in the items.
+        request_name: The key of the request in the items.
     """
 
     def __init__(self, request_name: str = "req"):
@@ -37,11 +37,11 @@ class ParseLMEval(grain.transforms.Map):
 
 
 class CompleteLLMIndexedBatch(grain.transforms.Map):
-    """Adds what a row of an `LLMIndexedBatch` has besides tokens and segmentations."""
+    """Adds the positions and indices of a row of an `LLMIndexedBatch`."""
 
     @staticmethod
     def map(item: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the row of a document, whose number `idx` counts from 1; it is the only one of its document."""
+        """Return the only row of a document, whose index `idx` counts from 1."""
         rest = {name: value for name, value in item.items() if name != "idx"}
         positions = {f"{name}_position": np.arange(len(item[name]), dtype=np.int32) for name in TOKEN_KEYS}
         indices = {"document_idx": np.array(item["idx"], np.int32), "sequence_idx": np.array(0, np.int32)}
@@ -61,7 +61,7 @@ def token_length(item: Mapping[str, np.ndarray]) -> int:
 
 
 class _Elements(grain.MapDataset):
-    """A data set that says which element has an index between 0 and its length."""
+    """A data set defined by its elements at the indices below its length."""
 
     def __getitem__(self, idx: int | slice) -> Any:
         return self.slice(idx) if isinstance(idx, slice) else self._element(idx % len(self))
@@ -71,13 +71,13 @@ class _Elements(grain.MapDataset):
 
 
 class PadBatchDataset(_Elements):
-    """Appends elements until there are enough of them.
+    """Pads a data set with copies of an element.
 
     Args:
         dataset: The data set.
         multiple_of: The length becomes a multiple of it.
         min_length: The length becomes at least this.
-        pad_elem: What is appended.
+        pad_elem: The element to append.
     """
 
     def __init__(self, dataset: grain.MapDataset, multiple_of: int, min_length: int, pad_elem: Any):
@@ -93,13 +93,13 @@ class PadBatchDataset(_Elements):
 
 
 class PadSequenceInBatchDataset(_Elements):
-    """Makes batches of rows of different lengths.
+    """Makes padded batches from rows of different lengths.
 
     Args:
         dataset: The rows, as dictionaries.
-        batch_size: The number of rows in a batch; if the last one has fewer, rows of padding follow.
+        batch_size: The number of rows in a batch; the last batch is padded with rows.
         multiple_of: The number of columns is a multiple of it.
-        pad_value: What rows are padded with.
+        pad_value: The padding value.
     """
 
     def __init__(self, dataset: grain.MapDataset, batch_size: int, multiple_of: int = 64, pad_value: int = 0):
@@ -117,12 +117,12 @@ class PadSequenceInBatchDataset(_Elements):
 
 
 class SortedDataset(_Elements):
-    """Puts elements in order; equal ones stay in theirs. All are looked at once, when it is made.
+    """Sorts elements stably. All of them are read once, when it is created.
 
     Args:
         dataset: The data set.
-        key: Returns what an element is sorted by.
-        reverse: Put the largest first.
+        key: Returns the sort key of an element.
+        reverse: Sort in descending order.
     """
 
     def __init__(self, dataset: grain.MapDataset, key: Callable[[Any], Any], reverse: bool = False):
@@ -137,10 +137,10 @@ class SortedDataset(_Elements):
 
 
 class MultihostSortedRemapDataset(_Elements):
-    """Deals a sorted data set out to hosts, so that their batches of the same step have nearly the same lengths.
+    """Distributes a sorted data set over hosts, such that their batches at a step have nearly the same lengths.
 
     Each host reads one contiguous part of the result, in batches. The first batches of all hosts together are the first
-    global batch of the sorted data, of which the hosts take turns in drawing elements, and so on.
+    global batch of the sorted data, whose elements are dealt to the hosts round-robin, and so on.
 
     Args:
         dataset: The sorted data; its length is a multiple of the batch size.
@@ -152,7 +152,7 @@ class MultihostSortedRemapDataset(_Elements):
         super().__init__(dataset)
         if global_batch_size % dataloader_host_count or len(dataset) % global_batch_size:
             raise ValueError(
-                f"{len(dataset)} elements in batches of {global_batch_size} cannot be dealt out to "
+                f"{len(dataset)} elements in batches of {global_batch_size} cannot be distributed over "
                 f"{dataloader_host_count} hosts: the batch size has to be a multiple of the number of hosts, and the "
                 "number of elements one of the batch size. PadBatchDataset appends elements."
             )
@@ -184,24 +184,24 @@ def lmeval_preprocessing_pipeline(
     padding_multiple: int = 128,
     use_thread_prefetch: bool = False,
 ) -> MultiHostDataLoadIterator:
-    """Make batches of requests, each of them one row that is as long as it has to be.
+    """Make batches of requests, one row per request.
 
-    Every host tokenizes all requests, to sort them, and has its share of each batch. Rows of document 0 fill up the
-    last batch.
+    Every host tokenises all requests to sort them, and loads its share of each batch. Rows of document 0 pad the last
+    batch.
 
     Args:
         dataloading_host_index: The index of this host among those that load data.
         dataloading_host_count: The number of those hosts.
-        global_mesh: The mesh that batches are split over.
+        global_mesh: The mesh that batches are sharded over.
         dataset: The requests, each an `Instance` of lm-eval.
         global_batch_size: The number of rows in a batch of all hosts.
         tokenizer_path: The tokenizer, as for `load_tokenizer`.
         hf_access_token: The token for the Hugging Face hub.
-        tokenizer_cache_dir: Where a downloaded tokenizer is kept.
-        eos_token_id: The input that begins a new document within a request; by default, that of the tokenizer.
-        bos_token_id: What each request begins with; by default, that of the tokenizer.
+        tokenizer_cache_dir: The folder of downloaded tokenizers.
+        eos_token_id: The input that starts a new document within a request; by default, that of the tokenizer.
+        bos_token_id: The first token of each request; by default, that of the tokenizer.
         worker_count: The number of worker processes; 0 for none.
-        worker_buffer_size: The number of batches that a worker or thread prepares.
+        worker_buffer_size: The number of batches that a worker or thread prepares ahead.
         padding_multiple: The number of columns of a batch is a multiple of it.
         use_thread_prefetch: Prepare batches in a thread instead of worker processes.
 
@@ -241,26 +241,26 @@ def _pad_batch_multiple(
     pad_value: int | float = 0,
     batch_size_pad: int | None = None,
 ) -> np.ndarray:
-    """Stack arrays of different lengths.
+    """Stack arrays of different lengths, with padding.
 
     Args:
-        batch: The arrays; those without the axis are stacked as they are.
-        multiple_of: The length becomes a multiple of it, which is not 0.
+        batch: The arrays; those without the axis are stacked unchanged.
+        multiple_of: The length is padded to a multiple of it, and is never 0.
         axis: The axis of the result along which the arrays are padded.
-        pad_value: What they are padded with.
-        batch_size_pad: The number of rows, if there are to be more than arrays.
+        pad_value: The padding value.
+        batch_size_pad: The number of rows to pad to; by default, the number of arrays.
 
     Returns:
         The stacked array.
     """
     if batch[0].ndim >= axis:
         length = _round_up(max(1, *(array.shape[axis - 1] for array in batch)), multiple_of)
-        batch = [_filled(array, axis - 1, length, pad_value) for array in batch]
+        batch = [_padded(array, axis - 1, length, pad_value) for array in batch]
     stacked = np.stack(batch)
-    return stacked if batch_size_pad is None else _filled(stacked, 0, batch_size_pad, pad_value)
+    return stacked if batch_size_pad is None else _padded(stacked, 0, batch_size_pad, pad_value)
 
 
-def _filled(array: np.ndarray, axis: int, length: int, value: int | float) -> np.ndarray:
+def _padded(array: np.ndarray, axis: int, length: int, value: int | float) -> np.ndarray:
     missing = np.zeros((array.ndim, 2), int)
     missing[axis, 1] = length - array.shape[axis]
     return np.pad(array, missing, constant_values=value)

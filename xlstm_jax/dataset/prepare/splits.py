@@ -15,35 +15,35 @@ from xlstm_jax.dataset.sources.standard_library import SPLITS, STANDARD_LIBRARY
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Some documents of a source."""
+    """The documents of a source that belong to one split."""
 
     name: str
     source: TextSource
     validation_share: float | None = None
-    """The share of documents that are for validation, if the source has both."""
+    """The share of documents for validation, if both splits come from the same documents."""
 
     def documents(self, start: Position = BEGINNING) -> Iterator[tuple[Position, str]]:
-        """Yield the documents of the split and where they stand in the source."""
-        return ((position, text) for position, text in self.source.documents(start) if self._has(text))
+        """Yield the documents of the split with their positions in the source."""
+        return ((position, text) for position, text in self.source.documents(start) if self._contains(text))
 
     def sample(self, num_bytes: int) -> Iterator[str]:
-        """Yield about so much of the documents of the source, but only those of the split."""
-        return filter(self._has, self.source.sample(num_bytes))
+        """Yield the documents of the split from a sample of about this size of the source."""
+        return filter(self._contains, self.source.sample(num_bytes))
 
     def describe(self) -> dict[str, Any]:
-        """Return, for JSON, what decides on the documents."""
+        """Return, for JSON, what determines the documents."""
         return {**self.source.describe(), "split": self.name, "validation_share": self.validation_share}
 
     def take_skipped(self) -> dict[str, int]:
-        """Return how many documents have been left out since the last call, by reason.
+        """Return the number of documents skipped since the last call, by reason.
 
-        Nobody knows on which side of a source with both splits a bad document would be: all are counted for training.
+        The split of an unusable document is unknown: all are counted for training.
         """
         skipped = dict(self.source.skipped)
         self.source.skipped.clear()
         return skipped if self.validation_share is None or self.name == "train" else {}
 
-    def _has(self, text: str) -> bool:
+    def _contains(self, text: str) -> bool:
         if self.validation_share is None:
             return True
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -1,4 +1,4 @@
-"""Tasks with an exact answer, drawn from a seed without end: a task is one function that draws one sequence."""
+"""Tasks with exact answers, drawn endlessly from a seed: a task is a function that draws one sequence."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,18 +16,18 @@ class Example(NamedTuple):
     targets: Int[np.ndarray, "n"]
     """The answer at each position, from the inputs up to and including that position."""
     mask: Bool[np.ndarray, "n"]
-    """Which positions ask for an answer."""
+    """The positions that have an answer."""
 
 
 Task = Callable[[np.random.Generator, int], Example]
-"""Draws a sequence of the length that it is given; `functools.partial` settles whatever else a task can vary."""
+"""Draws a sequence of a given length; other parameters of a task are bound with `functools.partial`."""
 
 
 def draw_parity(generator: np.random.Generator, length: int) -> Example:
     """Draw bits and ask at every position whether the number of ones so far is odd.
 
-    There are two tokens, 0 and 1, as inputs and as targets. A sequence asks for the parity of each of its beginnings:
-    the accuracy at position n is that on sequences of length n.
+    There are two tokens, 0 and 1, as inputs and as targets. The targets are the parities of all prefixes: the accuracy
+    at position n is that on sequences of length n.
     """
     bits = generator.integers(0, 2, length)
     return Example(bits, np.cumsum(bits) % 2, np.ones(length, bool))
@@ -36,10 +36,10 @@ def draw_parity(generator: np.random.Generator, length: int) -> Example:
 def draw_recall(
     generator: np.random.Generator, length: int, *, num_pairs: int, num_keys: int, num_values: int
 ) -> Example:
-    """Draw pairs of a key and a value, then show each key once more and ask for its value.
+    """Draw pairs of a key and a value, then show each key again with its value as the target.
 
     This is multi-query associative recall. The pairs come first and their keys differ; the queries follow in random
-    order, at random places between blanks. Token 0 is the blank, then come the keys, then the values:
+    order, at random places between blanks. Token 0 is the blank, followed by the keys and the values:
     `1 + num_keys + num_values` tokens.
     """
     num_places = length - 2 * num_pairs
@@ -60,17 +60,17 @@ def draw_recall(
 def draw_batch(
     task: Task, generator: np.random.Generator, batch_size: int, *, min_length: int, max_length: int
 ) -> LLMBatch:
-    """Draw a batch of sequences, each a row that is padded to `max_length`.
+    """Draw a batch of sequences, each padded to a row of `max_length`.
 
     Args:
         task: Draws a sequence.
-        generator: Where all randomness comes from: a generator of the same seed gives the same batches.
+        generator: The source of randomness: generators of the same seed give the same batches.
         batch_size: The number of rows.
         min_length: The length of the shortest sequences.
-        max_length: The length of the longest sequences; all lengths between are equally likely.
+        max_length: The length of the longest sequences; all lengths in the range are equally likely.
 
     Returns:
-        The batch. The segmentation of the targets is 1 where an answer is asked for, and 0 elsewhere.
+        The batch. The segmentation of the targets is 1 at answers, and 0 elsewhere.
     """
     if not 1 <= min_length <= max_length:
         raise ValueError(f"min_length is {min_length}, but must be from 1 to max_length {max_length}.")
@@ -79,9 +79,9 @@ def draw_batch(
 
 
 def stack_examples(examples: Sequence[Example], length: int) -> LLMBatch:
-    """Make a batch of sequences, each a row that is padded to `length`.
+    """Make a batch of sequences, each padded to a row of `length`.
 
-    The segmentation of the targets is 1 where an answer is asked for, and 0 elsewhere.
+    The segmentation of the targets is 1 at answers, and 0 elsewhere.
     """
     inputs, targets, masks = zip(*examples, strict=True)
     positions = _pad([np.arange(len(row)) for row in inputs], length)
@@ -96,7 +96,7 @@ def stack_examples(examples: Sequence[Example], length: int) -> LLMBatch:
 
 
 def _pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """Stack rows of different lengths, with zeros behind the shorter ones."""
+    """Stack rows of different lengths, zero-padded."""
     padded = np.zeros((len(rows), length), np.int32)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row

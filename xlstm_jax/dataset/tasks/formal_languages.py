@@ -1,17 +1,17 @@
 """The formal languages of the xLSTM paper and multi-query associative recall: one table of tasks.
 
-A language asks one question about a string. As a row, that is the string, a question mark and the answer; the model
-predicts each token of the answer from all tokens before it. For "abb" and the reverse of it:
+A language asks one question about a string. A row holds the string, a question mark and the answer; the model predicts
+each token of the answer from all previous tokens. For "abb" and its reverse:
 
     inputs      a b b ? b b a
     targets           b b a .
     mask        0 0 0 1 1 1 1
 
-An answer that is one symbol in all examples ends with it, others end with a full stop. Unless said otherwise, languages
-are those of Delétang et al. (2023), https://arxiv.org/abs/2207.02098.
+If the answers of a language are one symbol each, they end with that symbol; others end with a full stop. Unless noted
+otherwise, languages are those of Delétang et al. (2023), https://arxiv.org/abs/2207.02098.
 
-Examples are numbered. An example is a function of task, seed, number and range of lengths, so that any host or worker
-can draw any of them; to test on other examples than those of the training, take another seed.
+An example is a function of task, seed, index and range of lengths, so any host or worker can draw any of them. For test
+examples that differ from those in training, use another seed.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from xlstm_jax.dataset.tasks.examples import Example, draw_recall, stack_example
 BLANK, QUESTION, STOP = " ?."
 """The first tokens of every language; the blank pads rows."""
 MODULUS = 5
-"""Of all arithmetic."""
+"""The modulus of all arithmetic tasks."""
 
 _DIGITS = string.digits[:MODULUS]
 _LETTERS = "abcde"
@@ -46,7 +46,7 @@ class Language:
     shortest: int = 1
     """The length of the shortest strings."""
     longest_answer: Callable[[int], int] | None = None
-    """How long the answer to a string of the given length can be; `None` if it is one symbol for all strings."""
+    """The largest length of the answer to a string of the given length; `None` if answers are one symbol."""
 
     @property
     def vocabulary(self) -> str:
@@ -65,7 +65,7 @@ class Language:
         return Example(tokens[:-1], np.where(mask, tokens[1:], 0), mask)
 
     def __call__(self, generator: np.random.Generator, length: int) -> Example:
-        """Draw a string, and ask about it."""
+        """Draw an example with a string of a length."""
         return self.ask(self.draw(generator, length))
 
     @functools.cached_property
@@ -75,7 +75,7 @@ class Language:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall:
-    """Multi-query associative recall: a key is shown once more, and asks for its value; see `tasks.draw_recall`."""
+    """Multi-query associative recall: a key is shown again, and its value is the target; see `examples.draw_recall`."""
 
     num_pairs: int
     num_keys: int
@@ -89,7 +89,7 @@ class Recall:
 
     @property
     def shortest(self) -> int:
-        """The length of the shortest sequences: all pairs, and all keys once more."""
+        """The length of the shortest sequences: all pairs, and all keys once again."""
         return 3 * self.num_pairs
 
     def row_length(self, length: int) -> int:
@@ -108,9 +108,9 @@ def draw_example(task: FormalTask, seed: int, index: int, *, min_length: int, ma
     """Draw one example; all lengths are equally likely.
 
     Args:
-        task: One of `TASKS`, or one of your own.
-        seed: Which of many independent sequences of examples to draw from.
-        index: The number of the example in it.
+        task: One of `TASKS`, or a custom task.
+        seed: The seed of the sequence of examples.
+        index: The index of the example in the sequence.
         min_length: The length of the shortest strings, without question and answer.
         max_length: The length of the longest strings.
 
@@ -130,16 +130,16 @@ def generate(task: FormalTask, seed: int, index: int, *, batch_size: int, min_le
     """Generate a batch, each row one example.
 
     Args:
-        task: One of `TASKS`, or one of your own.
-        seed: Which of many independent sequences of examples to take the batch from.
-        index: The number of the batch; its first example has the number `index * batch_size`.
+        task: One of `TASKS`, or a custom task.
+        seed: The seed of the sequence of examples.
+        index: The index of the batch; its first example has the index `index * batch_size`.
         batch_size: The number of rows.
         min_length: The length of the shortest strings, without question and answer.
-        max_length: The length of the longest strings, all lengths between being equally likely.
+        max_length: The length of the longest strings; all lengths in the range are equally likely.
 
     Returns:
-        The batch, all of whose rows are `task.row_length(max_length)` long. The segmentation of the targets is 1 where
-        an answer is asked for, and 0 elsewhere.
+        The batch, with rows of length `task.row_length(max_length)`. The segmentation of the targets is 1 at answers,
+        and 0 elsewhere.
     """
     draw = functools.partial(draw_example, task, seed, min_length=min_length, max_length=max_length)
     numbers = range(index * batch_size, (index + 1) * batch_size)
@@ -180,7 +180,7 @@ def _draw_duplicate_with_hole(generator: np.random.Generator, length: int) -> st
 
 
 def _evaluate(expression: str) -> int:
-    """Compute an expression by the usual precedence, modulo `MODULUS`."""
+    """Evaluate an expression with the usual precedence, modulo `MODULUS`."""
     outer: list[tuple[int, int]] = []
     total, product, previous = 0, 1, "("
     for symbol in expression:
@@ -307,7 +307,7 @@ TASKS: dict[str, FormalTask] = {
 }
 """All tasks, by name.
 
-- `parity`: is the number of ones odd? 1101 → 1. `tasks.draw_parity` asks this after every bit.
+- `parity`: is the number of ones odd? 1101 → 1. `examples.draw_parity` asks this after every bit.
 - `even_pairs`: is the number of 01 and 10 together even? 0110 → 1.
 - `cycle_navigation`: where on a cycle of five does one end who starts at 0 and steps back, stays or steps forward?
   `<|<>` → 4.
