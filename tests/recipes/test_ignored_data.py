@@ -26,7 +26,7 @@ def mistake(*overrides: str) -> str:
         (
             ("experiment=demo", "data.data_path=foo"),
             "data.data_path has no effect with data.prepare: set data.prepare.sources, and data.prepare.output for the "
-            "folder of the shards; or data.prepare=null or another choice of data, to read what is there as it is.",
+            "folder of the shards; or data.prepare=null or another choice of data, to read existing data unchanged.",
         ),
         (
             (*TEXT, "data.tokenizer_path=gpt2"),

@@ -1,4 +1,4 @@
-"""The data of a run, from one section of settings to the configs of its training and validation sets."""
+"""Build the configs of training and validation sets from the section `data` of the settings."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ KINDS: dict[str, type[DataConfig]] = {
 """The names that `data_config_type` takes, besides the dotted path of a class."""
 
 PREPARED_FOLDER = "data"
-"""Where a run keeps what it prepares, unless it is told another place."""
+"""The folder of prepared shards within the folder of a run, by default."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -31,9 +31,9 @@ class PrepareConfig(ConfigDict):
 
     sources: list[str]
     output: Path | None = None
-    """The folder of the shards, which several runs may share; `data` in the folder of the run if `None`."""
+    """The folder of the shards, which several runs may share; `None` for `data` in the folder of the run."""
     validation_share: float | None = None
-    """The share of documents that are for validation, where the sources do not say it themselves."""
+    """The share of documents for validation, if the sources have no splits of their own."""
     tokenizer_path: str = "byte"
     train_vocab_size: int | None = None
     """Train a tokenizer with this many tokens, instead of `tokenizer_path`."""
@@ -59,7 +59,7 @@ class PrepareConfig(ConfigDict):
 
     @property
     def has_validation(self) -> bool:
-        """Whether there will be documents for validation."""
+        """Whether the run prepares documents for validation."""
         return self.validation_share is not None or self.is_standard_library
 
 
@@ -68,13 +68,13 @@ class DataRecipe(ConfigDict):
     """The data of a run."""
 
     train: list[DataConfig]
-    """What is trained on: one set, or several that are mixed."""
+    """The training set, or several sets that are mixed."""
     weights: list[float] | None = None
     """The share of tokens of each set, in any unit."""
     weights_at_steps: dict[int, list[float]] | None = None
-    """From these steps on, other weights."""
+    """Other weights, by the step from which they apply."""
     validation: dict[str, DataConfig] = dataclasses.field(default_factory=dict)
-    """What is validated on, by name."""
+    """The validation sets, by name."""
     prepare: PrepareConfig | None = None
 
     def __post_init__(self):
@@ -83,23 +83,23 @@ class DataRecipe(ConfigDict):
 
     @property
     def first(self) -> DataConfig:
-        """The set that stands for all where they have to be the same."""
+        """The first training set, for fields that all sets share."""
         return self.train[0]
 
     @property
     def tokenizer_path(self) -> str | None:
-        """The tokenizer that is set; `None` if the data is no text, or if the manifest of its shards names one."""
+        """The tokenizer in the settings; `None` if the data is not text, or if the manifest of its shards names one."""
         return given_tokenizer(self.first) if isinstance(self.first, TextDataConfig) else None
 
     def named_sets(self) -> dict[str, DataConfig]:
-        """Return all sets, by where they are in the settings."""
+        """Return all sets, by their places in the settings."""
         is_mix = len(self.train) > 1
         sets = {f"data.mix.{config.name}" if is_mix else "data": config for config in self.train}
         several = len(self.validation) > 1
         return sets | {f"data.validation.{n}" if several else "data.validation": c for n, c in self.validation.items()}
 
     def in_folder(self, folder: Path) -> "DataRecipe":
-        """Return the recipe with what it prepares in the folder of a run, unless it says another place."""
+        """Return the recipe with its shards in the folder of a run, unless it sets another folder."""
         if self.prepare is None or self.prepare.output is not None:
             return self
         prepare = dataclasses.replace(self.prepare, output=folder / PREPARED_FOLDER)
@@ -115,14 +115,14 @@ class DataRecipe(ConfigDict):
 def read_data(values: Any) -> DataRecipe:
     """Build the data of a run from its section.
 
-    The section has the fields of a data config, of the class that `data_config_type` names, which hold for all sets;
-    `train` and `validation` with fields of theirs alone; and where wanted:
+    The section has the fields of a data config, of the class that `data_config_type` names, which apply to all sets;
+    `train` and `validation` with fields for only one of the two; and optionally:
 
     - `validation: null` for no validation; each mapping below it that is no field itself is a set of that name, and the
-      other fields hold for all of these sets;
+      other fields apply to all of these sets;
     - `mix`, a mapping from names to fields, for several sets to train on, each with its `weight`;
     - `mix_at_steps`, a mapping from steps to weights by name;
-    - `prepare`, the fields of a `PrepareConfig`; the sets are then read from what it writes.
+    - `prepare`, the fields of a `PrepareConfig`; the sets are then read from its shards.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"data: fields of the data are needed, not {values!r}.")
@@ -162,7 +162,7 @@ def read_data(values: Any) -> DataRecipe:
 
 
 def _read_weights(mixed: Mapping[str, dict[str, Any]]) -> dict[str, float]:
-    """Take the weight of each set out of its fields."""
+    """Remove the weight of each set from its fields, and return the weights."""
     if len(mixed) == 1 and any("weight" in own for own in mixed.values()):
         raise ConfigError(
             f"data.mix.{next(iter(mixed))}.weight has no effect on one set, only on several: leave it out."
@@ -177,8 +177,8 @@ def _validation_sets(
 
     Args:
         validation: The section `data.validation`.
-        prepare: What the run prepares.
-        common: The fields that hold for training too.
+        prepare: The preparation of shards, if the run has one.
+        common: The fields that apply to training as well.
     """
     if validation is None:
         return {}
@@ -198,7 +198,7 @@ def _validation_sets(
 
 
 def _field_names(values: Mapping[str, Any]) -> set[str]:
-    """Return the fields of the class that some settings choose, or of all classes if they choose none."""
+    """Return the fields of the class that the settings choose, or of all classes if they choose none."""
     kind = values.get("data_config_type")
     classes = KINDS.values() if kind is None else [_find_class(kind)]
     return {field.name for config_class in classes for field in dataclasses.fields(config_class)}

@@ -1,4 +1,4 @@
-"""Settings of the data of a run that would have no effect, each with the setting that has."""
+"""Refuse data settings without effect, and name the settings to use instead."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,37 +14,37 @@ OF_PREPARED = {
     "max_document_bytes": "data.prepare.max_document_bytes",
     "worker_count": "data.prepare.num_workers",
 }
-"""Which setting decides where a run prepares its data, for each that then has no effect."""
+"""The settings to use in a run that prepares its data, by the setting that then has no effect."""
 
 
 class Layer(NamedTuple):
-    """Fields that hold for some sets; those of an inner layer go before those of an outer one."""
+    """Fields that apply to some sets; those of an inner layer override those of an outer layer."""
 
     name: str
-    """Where they are among the settings, such as `data.train`."""
+    """The place of the fields in the settings, such as `data.train`."""
     fields: Mapping[str, Any]
 
 
 class DataSet(NamedTuple):
-    """A data set, and the layers that its fields are from, the outermost first."""
+    """A data set and the layers of its fields, the outermost first."""
 
     config: DataConfig
     layers: Sequence[Layer]
 
 
 def check_prepared(layers: Iterable[Layer]) -> None:
-    """Refuse settings that `data.prepare` decides on."""
+    """Refuse settings that `data.prepare` replaces."""
     for layer in layers:
         for name, effective in OF_PREPARED.items():
             if layer.fields.get(name) is not None:
                 raise ConfigError(
                     f"{layer.name}.{name} has no effect with data.prepare: set {effective}; or data.prepare=null or "
-                    "another choice of data, to read what is there as it is."
+                    "another choice of data, to read existing data unchanged."
                 )
 
 
 def check_layers(sets: Sequence[DataSet]) -> None:
-    """Refuse settings that no set of a run reads: because inner layers replace them, or beside other settings."""
+    """Refuse settings that no set of a run reads, because inner layers or other settings override them."""
     layers = {layer.name: layer for each in sets for layer in each.layers}
     for layer in layers.values():
         users = [each for each in sets if layer in each.layers]
