@@ -128,7 +128,7 @@ def test_tokens_come_back_from_their_record(tokens, as_array):
 
 
 def test_tokens_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="2147483648 is no token"):
+    with pytest.raises(ValueError, match="2147483648 is not a token"):
         ParseTokenizedArrayRecords.sequence_to_bytestring(np.array([1, 2**31]))
     with pytest.raises(ValueError, match=r"record of 5 bytes holds no tokens .* tokenize_data=True"):
         ParseTokenizedArrayRecords.bytestring_to_sequence(b"abcde")

@@ -343,7 +343,7 @@ def test_an_empty_text_is_no_document_also_where_special_tokens_are_added(tmp_pa
 
 def test_a_record_that_is_no_text_is_named_with_its_file(tmp_path):
     write_records(tmp_path / "train" / "texts_000000.arecord", [b"some", b"\xff\xfe"])
-    with pytest.raises(ValueError, match=r"record 1 of .*texts_000000\.arecord is no UTF-8 text"):
+    with pytest.raises(ValueError, match=r"record 1 of .*texts_000000\.arecord is not UTF-8 text"):
         list(create_data_iterator(GrainArrayRecordsDataConfig(data_path=tmp_path, **BATCHES), MESH))
 
 
