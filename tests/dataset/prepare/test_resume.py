@@ -62,7 +62,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes_and_leave
         assert len(children) == 2
         wait_until(lambda children=children: not any(map(is_running, children)))
         shards.append(len(read_manifest(output / "train").shards))
-        with pytest.raises(ValueError, match="has not been prepared to its end"):
+        with pytest.raises(ValueError, match="is not completely prepared"):
             TokenShards(output / "train")
     prepare_here(source, output, **options)
     assert shards == sorted(shards)
