@@ -10,7 +10,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal, Union
 
@@ -21,6 +21,30 @@ from xlstm_jax.import_utils import class_to_name, dotted_path, resolve_import
 
 class ConfigError(ValueError, AssertionError):
     """A setting that cannot be used; code that catches `ValueError` or `AssertionError` catches it."""
+
+
+MAY_CHANGE = types.MappingProxyType({"may_change_on_resume": True})
+"""Metadata of a field that a resumed run may change: its checkpoints mean the same under another value."""
+FIXED = types.MappingProxyType({"may_change_on_resume": False})
+"""Metadata of a field that a resumed run may not change."""
+
+
+def fixed_settings(config: Any, name: str, *, may_change: bool) -> Iterator[str]:
+    """Yield the settings that a resumed run may not change, by their dotted names.
+
+    Args:
+        config: A dataclass.
+        name: The name of the config among the settings.
+        may_change: Whether fields without a declaration (`MAY_CHANGE` or `FIXED`) may change. A declaration also holds
+            for all fields of a nested config.
+    """
+    for field in dataclasses.fields(config):
+        allowed = field.metadata.get("may_change_on_resume", may_change)
+        value, place = getattr(config, field.name), f"{name}.{field.name}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from fixed_settings(value, place, may_change=allowed)
+        elif not allowed:
+            yield place
 
 
 def check_seed(name: str, seed: int) -> None:

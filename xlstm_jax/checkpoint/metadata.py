@@ -1,53 +1,53 @@
-"""What a checkpoint says about the run that wrote it, and whether that run can go on under another config."""
+"""The settings of the run that wrote a checkpoint, and which differences from them forbid resuming."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 VERSION = 1
-"""Of the layout of checkpoints; one that is higher is not read."""
+"""The version of the checkpoint layout; a checkpoint of a higher version is refused."""
 ABSENT = "absent"
-
-_FREE_MODEL_FIELDS = re.compile(
-    r"(^|\.)(parallel\..*|\w*dtype|\w*_backend|\w*chunk_size|\w*dropout\w*|\w*_init|scan_blocks|remat|keep_logits|max_state_length)$"
-)
-"""Fields that change how a model is computed, initialised or regularised, but not what its parameters mean."""
 
 
 class Difference(NamedTuple):
-    """A setting that is not what it was when a checkpoint was written."""
+    """A setting that differs from the one under which a checkpoint was written."""
 
     name: str
     old: Any
     new: Any
-
-    @property
-    def forbids_resuming(self) -> bool:
-        """Whether the state of the old run makes no sense under the new setting."""
-        if ABSENT in (self.old, self.new):
-            return False
-        section, _, field = self.name.partition(".")
-        return self.name == "optimizer.name" or (section == "model" and not _FREE_MODEL_FIELDS.search(field))
+    forbids_resuming: bool = False
+    """Whether the state of the old run is meaningless under the new setting."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.old} → {self.new}"
 
 
-def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
-    """Find where two runs differ.
+def compare_configs(
+    old: Mapping[str, Any], new: Mapping[str, Any], fixed: Collection[str] = frozenset()
+) -> list[Difference]:
+    """Find the settings in which two runs differ.
 
     Args:
-        old: The configs of the run that wrote a checkpoint, as its metadata hold them.
+        old: The configs of the run that wrote a checkpoint, as stored in its metadata.
         new: The configs of this run, from `to_dict`, under the same names.
+        fixed: The settings that a resumed run may not change, see `configs.fixed_settings`.
 
     Returns:
-        The differences, in the order of the settings.
+        The differences, in the order of the settings. A setting that only one of the runs has forbids nothing.
     """
     before, after = (dict(_settings(json.loads(json.dumps(config)))) for config in (old, new))
     names = [*before, *(name for name in after if name not in before)]
     pairs = [(name, before.get(name, ABSENT), after.get(name, ABSENT)) for name in names]
-    return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
+    return [
+        Difference(name, was, now, ABSENT not in (was, now) and _is_fixed(name, fixed))
+        for name, was, now in pairs
+        if was != now
+    ]
+
+
+def _is_fixed(name: str, fixed: Collection[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in fixed for length in range(1, len(parts) + 1))
 
 
 def _settings(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:

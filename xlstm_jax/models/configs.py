@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import MAY_CHANGE, ConfigDict, ConfigError
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.import_utils import resolve_import
 
@@ -18,7 +18,7 @@ class ModelConfig(ConfigDict):
     """A model class with its config."""
 
     model_class: Callable
-    parallel: ParallelConfig
+    parallel: ParallelConfig = dataclasses.field(metadata=MAY_CHANGE)
     model_config: ConfigDict | None = None
     """What `model_class` is called with; the whole `ModelConfig` if `None`."""
 

@@ -12,7 +12,7 @@ from flax import linen as nn
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.configs import ConfigDict, ConfigError, check_numbers, refuse_ignored
+from xlstm_jax.configs import MAY_CHANGE, ConfigDict, ConfigError, check_numbers, refuse_ignored
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.blocks.kind import block_kind
 from xlstm_jax.models.shared.checks import (
@@ -36,7 +36,7 @@ class LanguageModelConfig(ConfigDict):
     embedding_dim: int
     num_blocks: int
     tie_weights: bool = False
-    dropout_rate: float = 0.0
+    dropout_rate: float = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Dropout at the end of each residual branch."""
     use_bias: bool = False
     """Whether projections have biases; gates always have."""
@@ -44,22 +44,22 @@ class LanguageModelConfig(ConfigDict):
     logits_soft_cap: float | None = None
     """Squash logits into (-cap, cap); `None` leaves them as they are."""
 
-    dtype: str = "float32"
+    dtype: str = dataclasses.field(default="float32", metadata=MAY_CHANGE)
     """Precision of activations."""
-    param_dtype: str = "float32"
-    head_dtype: str = "float32"
+    param_dtype: str = dataclasses.field(default="float32", metadata=MAY_CHANGE)
+    head_dtype: str = dataclasses.field(default="float32", metadata=MAY_CHANGE)
     """Precision of the projection to the vocabulary; logits are always float32."""
-    float8: bool = False
+    float8: bool = dataclasses.field(default=False, metadata=MAY_CHANGE)
     """Whether the other projections multiply in float8, forward and backward; for Hopper GPUs and newer ones."""
-    loss_chunk_size: int = 1024
+    loss_chunk_size: int = dataclasses.field(default=1024, metadata=MAY_CHANGE)
     """Tokens whose logits the loss holds at once."""
-    keep_logits: bool = False
+    keep_logits: bool = dataclasses.field(default=False, metadata=MAY_CHANGE)
     """Whether the loss saves all logits for the backward pass, in two bytes each if `head_dtype` has two, instead of
     recomputing them."""
 
-    scan_blocks: bool = True
-    remat: RematPolicy = "none"
-    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    scan_blocks: bool = dataclasses.field(default=True, metadata=MAY_CHANGE)
+    remat: RematPolicy = dataclasses.field(default="none", metadata=MAY_CHANGE)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig, metadata=MAY_CHANGE)
 
     def __post_init__(self):
         check_numbers(self)

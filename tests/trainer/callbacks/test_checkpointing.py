@@ -14,7 +14,7 @@ import pytest
 
 from xlstm_jax.checkpoint.store import CheckpointNotFoundError
 from xlstm_jax.common_types import TrainState
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import MAY_CHANGE, ConfigDict, ConfigError
 from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, ModelCheckpointConfig, load_pretrained_model
 from xlstm_jax.trainer.callbacks.checkpointing import check_folders
 from xlstm_jax.trainer.data_module import DataloaderModule
@@ -28,7 +28,7 @@ class Settings(ConfigDict):
 
     seed: int = 0
     width: int = 3
-    dtype: str = "float32"
+    dtype: str = dataclasses.field(default="float32", metadata=MAY_CHANGE)
 
 
 class Loader:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import MAY_CHANGE, ConfigError
 from xlstm_jax.models.blocks.kind import block_kind
 from xlstm_jax.models.language_model import LanguageModelConfig, check_positive
 from xlstm_jax.models.llama.attention import AttentionBackend
@@ -28,13 +28,13 @@ class LlamaConfig(LanguageModelConfig):
     """The width of the feed-forward layers is 8/3 `embedding_dim` times this, rounded up to `ffn_multiple_of`."""
     ffn_dim: int | None = None
     """Width of the feed-forward layers; computed from the two fields above if `None`."""
-    add_embedding_dropout: bool = False
+    add_embedding_dropout: bool = dataclasses.field(default=False, metadata=MAY_CHANGE)
 
-    attention_backend: AttentionBackend = "auto"
+    attention_backend: AttentionBackend = dataclasses.field(default="auto", metadata=MAY_CHANGE)
     """`cudnn` is fast, but needs an NVIDIA GPU and half precision; `xla` runs everywhere; `auto` takes what can run."""
     mask_across_document_boundaries: bool = False
     """Whether tokens attend only to their own document."""
-    max_state_length: int = 2048
+    max_state_length: int = dataclasses.field(default=2048, metadata=MAY_CHANGE)
     """Tokens that a state can hold. More of them are an error where their number is known while tracing, that is, in
     one call or outside `jit`; elsewhere the logits of those that do not fit are NaN."""
 

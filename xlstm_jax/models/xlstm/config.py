@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import MAY_CHANGE, ConfigError
 from xlstm_jax.kernels.mlstm.api import Backend as MLSTMBackend
 from xlstm_jax.kernels.slstm.api import Backend as SLSTMBackend
 from xlstm_jax.models.blocks.kind import block_kind, kinds_for
@@ -31,7 +31,7 @@ class XLSTMConfig(LanguageModelConfig):
     block_kinds: Sequence[str] | str = "mlstm"
     """One kind for all blocks, a list with the kind of each block, or a pattern `xLSTM[a:b]`: `a` blocks `mlstm_up` and
     `b` blocks `slstm`, repeated."""
-    embedding_dropout: bool = False
+    embedding_dropout: bool = dataclasses.field(default=False, metadata=MAY_CHANGE)
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """The norm of `mlstm` and `attention` blocks and before the head."""
     paper_norm: Literal["rmsnorm", "layernorm"] = "layernorm"
@@ -49,7 +49,7 @@ class XLSTMConfig(LanguageModelConfig):
     """Squash pre-activations of `mlstm` gates into (-cap, cap); `None` leaves them as they are."""
     input_gate: Literal["exp", "sigmoid"] = "exp"
     """Activation of the input gates of `mlstm` and `mlstm_up` blocks."""
-    input_gate_bias_init: float = -10.0
+    input_gate_bias_init: float = dataclasses.field(default=-10.0, metadata=MAY_CHANGE)
     """Initial bias of the input gates of `mlstm` blocks; `mlstm_up` blocks draw theirs."""
     qk_norm: bool = False
     """Standardise queries and keys of each head of `mlstm` blocks."""
@@ -76,12 +76,12 @@ class XLSTMConfig(LanguageModelConfig):
     slstm_ffn_factor: float = 1.3
     """Width of the feed-forward layers of `slstm` blocks relative to the model's."""
 
-    chunk_size: int = 64
+    chunk_size: int = dataclasses.field(default=64, metadata=MAY_CHANGE)
     """Positions in a chunk of the chunkwise mLSTM in plain JAX, of `mlstm` and `mlstm_up` blocks; the kernels for GPUs
     choose their own."""
-    mlstm_backend: MLSTMBackend = "auto"
-    slstm_backend: SLSTMBackend = "auto"
-    gate_dtype: str = "float32"
+    mlstm_backend: MLSTMBackend = dataclasses.field(default="auto", metadata=MAY_CHANGE)
+    slstm_backend: SLSTMBackend = dataclasses.field(default="auto", metadata=MAY_CHANGE)
+    gate_dtype: str = dataclasses.field(default="float32", metadata=MAY_CHANGE)
     """Precision of the gate projections."""
 
     num_kv_heads: int | None = None
@@ -89,9 +89,9 @@ class XLSTMConfig(LanguageModelConfig):
     head its own."""
     theta: float = 10000.0
     """Base of the wavelengths of rotary positions in `attention` blocks."""
-    attention_backend: AttentionBackend = "auto"
+    attention_backend: AttentionBackend = dataclasses.field(default="auto", metadata=MAY_CHANGE)
     """The kernel of `attention` blocks, as in `LlamaConfig`."""
-    max_state_length: int = 2048
+    max_state_length: int = dataclasses.field(default=2048, metadata=MAY_CHANGE)
     """Tokens that the state of `attention` blocks can hold, as in `LlamaConfig`."""
 
     def _check_sizes(self) -> None:

@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.configs import ConfigDict, ConfigError
+from xlstm_jax.configs import FIXED, ConfigDict, ConfigError
 from xlstm_jax.trainer.optimizer.ademamix import alpha_scheduler, beta3_scheduler, scale_by_ademamix
 from xlstm_jax.trainer.optimizer.checks import (
     check_decay_rates,
@@ -60,7 +60,7 @@ class OptimizerConfig(ConfigDict):
     subtracts `lr * weight_decay * p` from a parameter `p`. In `lamb` the trust ratio scales it as well.
     """
 
-    name: str
+    name: str = dataclasses.field(metadata=FIXED)
     """One of adam, adamw, sgd, nadam, nadamw, adamax, adamaxw, radam, lamb, lion, ademamix, muon, schedule_free_adamw,
     or none, which keeps all parameters as they are."""
     scheduler: SchedulerConfig = dataclasses.field(default_factory=lambda: SchedulerConfig(lr=1e-3))

@@ -11,6 +11,7 @@ from xlstm_jax.checkpoint.loaders import gather_states, own_states
 from xlstm_jax.checkpoint.metadata import Difference, compare_configs
 from xlstm_jax.checkpoint.store import CheckpointStore
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.configs import fixed_settings
 from xlstm_jax.trainer.data_module import DataloaderModule
 from xlstm_jax.trainer.run.trainer_like import SavedCallback, TrainerLike
 
@@ -112,7 +113,9 @@ def restore_callbacks(callbacks: Sequence[SavedCallback], state_dict: Mapping[st
 def log_differences(store: CheckpointStore, step: int, trainer: TrainerLike) -> list[Difference]:
     """Log the settings that have changed since a checkpoint was written, and return them."""
     metadata = store.read_metadata(step)
-    differences = compare_configs({name: metadata.get(name, {}) for name in CONFIGS}, _configs(trainer))
+    differences = compare_configs(
+        {name: metadata.get(name, {}) for name in CONFIGS}, _configs(trainer), _fixed_settings(trainer)
+    )
     for difference in differences:
         LOGGER.info("Since %s was written, a setting has changed: %s", store.path(step), difference)
     return differences
@@ -149,6 +152,15 @@ def named_loaders(data_module: DataloaderModule | None) -> dict[str, Any]:
 def _configs(trainer: TrainerLike) -> dict[str, Any]:
     configs = trainer.trainer_config, trainer.model_config, trainer.optimizer_config
     return {name: config.to_dict() for name, config in zip(CONFIGS, configs, strict=True)}
+
+
+def _fixed_settings(trainer: TrainerLike) -> set[str]:
+    """Return the settings that a resumed run may not change: of a model, all that are not declared to be free."""
+    return {
+        setting
+        for name in CONFIGS
+        for setting in fixed_settings(getattr(trainer, f"{name}_config"), name, may_change=name != "model")
+    }
 
 
 def _named_callbacks(callbacks: Sequence[SavedCallback]) -> dict[str, SavedCallback]:
