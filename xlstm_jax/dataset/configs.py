@@ -22,6 +22,7 @@ class DataConfig:
     """The fields that all kinds of data share."""
 
     shuffle_data: bool = False
+    """Whether documents are read in a random order, a new one in every epoch."""
     name: str | None = None
     """The name of this set in a mixture."""
     data_config_type: str | None = None
@@ -31,6 +32,7 @@ class DataConfig:
     max_target_length: int | None = None
     """The number of tokens in a row."""
     data_shuffle_seed: int = 42
+    """Seed of that order, and of all other random choices in the data."""
 
     def __post_init__(self):
         check_numbers(self)
@@ -75,15 +77,20 @@ class TextDataConfig(DataConfig):
     """The fields that data sets of documents share, from tokens to batches."""
 
     data_column: str = "text"
+    """The column or JSON field that holds the text."""
     max_steps_per_epoch: int | None = None
     """The largest number of batches in an epoch."""
     tokenizer_path: str | None = DefaultName("gpt2")
     """The tokenizer, as for `load_tokenizer`. For tokens on disk that have a manifest, which names their tokenizer,
     it may be omitted or `None`; one that is set must be the same."""
     hf_cache_dir: Path | str | None = None
+    """Where downloads from the Hugging Face hub are cached; `None` for the default of the library."""
     hf_access_token: str | None = dataclasses.field(default=None, repr=False)
+    """Access token for the Hugging Face hub."""
     add_bos: bool = False
+    """Begin each document with the beginning-of-sequence token."""
     add_eos: bool = False
+    """End each document with the end-of-sequence token."""
     add_eod: bool = True
     """Append the token that ends a document, which the tokenizer calls the end of a sequence, to each document."""
     packing: Literal["stream", "first_fit", "none"] | None = None
@@ -136,9 +143,13 @@ class HFHubDataConfig(TextDataConfig):
     """A data set of the Hugging Face hub, or one on disk that `datasets` can read."""
 
     hf_path: Path | str
+    """Name of the data set on the hub, or a folder on disk."""
     hf_data_dir: Path | str | None = None
+    """The folder of the data set to read; `None` for all of it."""
     hf_data_files: str | None = None
+    """Pattern for the files of the data set to read; `None` for all."""
     split: str | None = "train"
+    """The split to read."""
     hf_num_data_processes: int | None = None
     """The number of processes that download and prepare the data."""
 
@@ -198,7 +209,9 @@ class GrainArrayRecordsDataConfig(TextDataConfig):
     """ArrayRecord files, `<data_path>/<split>/*.arecord`: each record is a text, or tokens of four bytes each."""
 
     data_path: Path | str
+    """Folder with a subfolder for each split."""
     split: str = "train"
+    """The split to read."""
     tokenize_data: bool = True
     """Whether records are texts, not tokens."""
 
@@ -219,6 +232,7 @@ class TextFilesDataConfig(TextDataConfig):
     """Plain text, JSON lines or Parquet, compressed or not: a file, a folder or a pattern such as `data/*.jsonl.gz`."""
 
     data_path: Path | str
+    """A file, a folder or a pattern."""
     max_document_bytes: int | None = 65536
     """Longer plain text files are cut at line ends into several documents, as they would fill many rows."""
 
@@ -232,6 +246,7 @@ class StandardLibraryDataConfig(TextDataConfig):
     """The source code of the standard library of the running Python: real text without a download."""
 
     split: Literal["train", "validation"] = "train"
+    """The split to read."""
     tokenizer_path: str | None = "byte"
 
     def __post_init__(self):

@@ -22,15 +22,23 @@ class ParallelConfig:
     """How a model is spread over devices. At most one axis size may be -1: it takes the devices that are left."""
 
     data_axis_size: int = -1
+    """Devices along the data axis, each with its own rows and all parameters; -1 for all remaining devices."""
     fsdp_axis_size: int = 1
+    """Devices along the FSDP axis, each with its own rows and a shard of the parameters."""
     pipeline_axis_size: int = 1
+    """Devices along the pipeline axis. The models have no pipeline stages: leave it at 1."""
     model_axis_size: int = 1
+    """Devices along the tensor-parallel axis, over which each layer is sharded."""
     fsdp_axis_shrinks: bool = False
     """With fewer devices than `fsdp_axis_size`, shard over all of them instead of refusing to start."""
     data_axis_name: str = "dp"
+    """Name of the data axis of the mesh."""
     fsdp_axis_name: str = "fsdp"
+    """Name of the FSDP axis of the mesh."""
     pipeline_axis_name: str = "pp"
+    """Name of the pipeline axis of the mesh."""
     model_axis_name: str = "tp"
+    """Name of the tensor-parallel axis of the mesh."""
     remat: Sequence[str] = dataclasses.field(default_factory=list)
     """Names of the modules whose activations are computed again in the backward pass."""
     fsdp_modules: Sequence[str] = dataclasses.field(default_factory=list)

@@ -18,7 +18,9 @@ class ModelConfig(ConfigDict):
     """A model class with its config."""
 
     model_class: Callable
+    """The Flax module of the model."""
     parallel: ParallelConfig = dataclasses.field(metadata=MAY_CHANGE)
+    """The mesh and the sharding of the model."""
     model_config: ConfigDict | None = None
     """What `model_class` is called with; the whole `ModelConfig` if `None`."""
 

@@ -33,20 +33,26 @@ class LanguageModelConfig(ConfigDict):
     """The fields that all language models have."""
 
     vocab_size: int
+    """Number of token ids."""
     embedding_dim: int
+    """Width of the residual stream."""
     num_blocks: int
+    """Number of blocks."""
     tie_weights: bool = False
+    """Use the embedding matrix as the projection to the vocabulary too."""
     dropout_rate: float = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Dropout at the end of each residual branch."""
     use_bias: bool = False
     """Whether projections have biases; gates always have."""
     norm_eps: float = 1e-6
+    """Added to the variance in norms."""
     logits_soft_cap: float | None = None
     """Squash logits into (-cap, cap); `None` leaves them as they are."""
 
     dtype: str = dataclasses.field(default="float32", metadata=MAY_CHANGE)
     """Precision of activations."""
     param_dtype: str = dataclasses.field(default="float32", metadata=MAY_CHANGE)
+    """Precision of parameters."""
     head_dtype: str = dataclasses.field(default="float32", metadata=MAY_CHANGE)
     """Precision of the projection to the vocabulary; logits are always float32."""
     float8: bool = dataclasses.field(default=False, metadata=MAY_CHANGE)
@@ -58,8 +64,11 @@ class LanguageModelConfig(ConfigDict):
     recomputing them."""
 
     scan_blocks: bool = dataclasses.field(default=True, metadata=MAY_CHANGE)
+    """Scan over the blocks, which compiles faster; otherwise they are unrolled, which runs faster."""
     remat: RematPolicy = dataclasses.field(default="none", metadata=MAY_CHANGE)
+    """Activations that are recomputed in the backward pass, to save memory: see `RematPolicy`."""
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig, metadata=MAY_CHANGE)
+    """The mesh and the sharding of the model."""
 
     def __post_init__(self):
         check_numbers(self)

@@ -15,6 +15,7 @@ class LlamaConfig(LanguageModelConfig):
     """Shape of a Llama language model: there are `embedding_dim / head_dim` heads."""
 
     head_dim: int = 128
+    """Features of each attention head."""
     num_kv_heads: int | None = None
     """Heads of keys and values, each shared by a group of query heads; `None` gives every query head its own."""
     qk_norm: bool = False
@@ -24,11 +25,13 @@ class LlamaConfig(LanguageModelConfig):
     theta: float = 10000.0
     """Base of the wavelengths of rotary positions."""
     ffn_multiple_of: int = 64
+    """The width of the feed-forward layers is rounded up to a multiple of this."""
     ffn_dim_multiplier: float = 1.0
     """The width of the feed-forward layers is 8/3 `embedding_dim` times this, rounded up to `ffn_multiple_of`."""
     ffn_dim: int | None = None
     """Width of the feed-forward layers; computed from the two fields above if `None`."""
     add_embedding_dropout: bool = dataclasses.field(default=False, metadata=MAY_CHANGE)
+    """Apply dropout to the embeddings too."""
 
     attention_backend: AttentionBackend = dataclasses.field(default="auto", metadata=MAY_CHANGE)
     """`cudnn` is fast, but needs an NVIDIA GPU and half precision; `xla` runs everywhere; `auto` takes what can run."""

@@ -28,10 +28,12 @@ class XLSTMConfig(LanguageModelConfig):
     """
 
     num_heads: int
+    """Number of heads of each block."""
     block_kinds: Sequence[str] | str = "mlstm"
     """One kind for all blocks, a list with the kind of each block, or a pattern `xLSTM[a:b]`: `a` blocks `mlstm_up` and
     `b` blocks `slstm`, repeated."""
     embedding_dropout: bool = dataclasses.field(default=False, metadata=MAY_CHANGE)
+    """Apply dropout to the embeddings too."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """The norm of `mlstm` and `attention` blocks and before the head."""
     paper_norm: Literal["rmsnorm", "layernorm"] = "layernorm"
@@ -80,7 +82,9 @@ class XLSTMConfig(LanguageModelConfig):
     """Positions in a chunk of the chunkwise mLSTM in plain JAX, of `mlstm` and `mlstm_up` blocks; the kernels for GPUs
     choose their own."""
     mlstm_backend: MLSTMBackend = dataclasses.field(default="auto", metadata=MAY_CHANGE)
+    """Implementation of the mLSTM; `auto` takes the fastest one that the device and the shapes allow."""
     slstm_backend: SLSTMBackend = dataclasses.field(default="auto", metadata=MAY_CHANGE)
+    """Implementation of the sLSTM; `auto` takes the fastest one that the device and the shapes allow."""
     gate_dtype: str = dataclasses.field(default="float32", metadata=MAY_CHANGE)
     """Precision of the gate projections."""
 

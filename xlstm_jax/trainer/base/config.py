@@ -24,6 +24,7 @@ class TrainerConfig(ConfigDict):
     donate_train_state: bool = True
     """Let a step overwrite its input state; otherwise both are in memory at once."""
     enable_progress_bar: bool = True
+    """Whether progress is shown on the console."""
     gradient_accumulate_steps: int = 1
     """The number of minibatches that each device splits its rows into."""
     gradient_accumulate_scan: bool = False
@@ -37,18 +38,27 @@ class TrainerConfig(ConfigDict):
     check_for_nan: bool = True
     """Detect bad steps, and NaN in logged metrics."""
     bad_steps: BadStepConfig = dataclasses.field(default_factory=BadStepConfig)
+    """What happens after a bad step: NaN or a spike of the loss or the gradient norm."""
     log_grad_norm: bool = True
+    """Log the norm of all gradients, before clipping."""
     log_grad_norm_per_param: bool = False
+    """Log the gradient norm of each parameter too."""
     log_param_norm: bool = True
+    """Log the norm of all parameters."""
     log_param_norm_per_param: bool = False
+    """Log the norm of each parameter too."""
     log_intermediates: bool = False
     """Log the intermediates that models sow."""
     default_train_log_modes: list[str] = dataclasses.field(default_factory=lambda: ["mean"])
     """Log modes of training metrics without their own."""
     intermediates_log_modes: list[str] = dataclasses.field(default_factory=lambda: ["mean"])
+    """Modes of the values that models sow."""
     logger: LoggerConfig | None = dataclasses.field(default_factory=LoggerConfig)
+    """Where metrics and messages go; `None` for nowhere."""
     callbacks: list[CallbackConfig] = dataclasses.field(default_factory=list)
+    """What is called at certain points of the run, in this order."""
     seed_eval: int = 0
+    """Seed of all random numbers in evaluations."""
 
     def __post_init__(self):
         check_numbers(self, TrainerConfig)

@@ -44,7 +44,9 @@ class ModelCheckpointConfig(CallbackConfig):
     save_at_end: bool = True
     """Write a checkpoint after the last step."""
     save_optimizer_state: bool = True
+    """Whether checkpoints hold the optimizer state, which resuming needs."""
     save_dataloader_state: bool = True
+    """Whether checkpoints hold the position in the data."""
     enable_async_checkpointing: bool = True
     """Continue training while a checkpoint is being written."""
     checksums: bool = True

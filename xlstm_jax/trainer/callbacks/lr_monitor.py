@@ -24,6 +24,7 @@ class LearningRateMonitorConfig(CallbackConfig):
     every_n_steps: int = 50
     main_process_only: bool = True
     log_lr_key: str = "optimizer/lr"
+    """Name of the metric."""
 
     def create(self, trainer: TrainerLike, data_module: DataloaderModule | None = None) -> "LearningRateMonitor":
         """Build the callback."""

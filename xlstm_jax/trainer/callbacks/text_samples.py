@@ -39,12 +39,14 @@ class TextSamplesConfig(CallbackConfig):
     num_samples: int = 1
     """How many continuations each prompt gets."""
     temperature: float = 1.0
+    """Temperature of sampling; 0 always takes the most likely token."""
     eod_token_id: int = -1
     """The token that ends a sample; -1 if none does."""
     tokenizer: Any = None
     """The path or name of a tokenizer, or anything that can `encode` a text and `decode` tokens; by default a token is
     a byte."""
     seed: int = 0
+    """Seed of sampling."""
 
     def __post_init__(self):
         self._check_runs_in_all_processes()

@@ -34,9 +34,11 @@ class LoggerConfig(ConfigDict):
     """How often a run logs, and where to."""
 
     log_every_n_steps: int = 1
+    """Log the training metrics every n steps."""
     log_path: Path | None = None
     """The folder of the run; with `None`, no files are written."""
     log_tools: list[LoggerToolsConfig] = dataclasses.field(default_factory=list)
+    """Where metrics are written, such as files or WandB."""
     cmd_logging_name: str = "output"
     """Messages go to the file of this name in `log_path`, with the suffix `.log`."""
     print_level: str = "WARNING"

@@ -27,8 +27,11 @@ class MLflowLoggerConfig(LoggerToolsConfig):
     tracking_uri: str | None = None
     """The server or database; with `None`, what `MLFLOW_TRACKING_URI` says or else a SQLite file in `log_dir`."""
     experiment_name: str = "xlstm_jax"
+    """The experiment of MLflow."""
     run_name: str | None = None
+    """The name of the run; `None` lets MLflow choose one."""
     tags: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Tags of the run."""
     log_dir: str = "mlflow"
     """The folder inside the folder of the run, where no server is named."""
 

@@ -22,15 +22,19 @@ class WandBLoggerConfig(LoggerToolsConfig):
     wb_entity: str = "xlstm"
     """The user or team."""
     wb_project: str = "xlstm_nxai"
+    """The project."""
     wb_host: str = PUBLIC_HOST
     """The server. If it is the public one, the settings of `wandb` on this machine may name another."""
     wb_key: str | None = dataclasses.field(default=None, repr=False)
     """The API key, which `to_dict` leaves out; with `None`, `wandb` looks for one as it always does."""
     wb_name: str | None = None
+    """The name of the run; `None` lets the server choose one."""
     wb_notes: str | None = None
+    """A description of the run."""
     wb_settings: dict[str, Any] = dataclasses.field(default_factory=lambda: {"start_method": "fork"})
     """Fields of `wandb.Settings`; those that the installed `wandb` does not have are left out, with a warning."""
     wb_tags: list[str] = dataclasses.field(default_factory=list)
+    """Tags of the run."""
     wb_resume_id: str | None = None
     """The run to go on with; a new one if there is none of this id."""
     log_dir: str = "wandb"

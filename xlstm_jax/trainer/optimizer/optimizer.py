@@ -64,6 +64,7 @@ class OptimizerConfig(ConfigDict):
     """One of adam, adamw, sgd, nadam, nadamw, adamax, adamaxw, radam, lamb, lion, ademamix, muon, schedule_free_adamw,
     or none, which keeps all parameters as they are."""
     scheduler: SchedulerConfig = dataclasses.field(default_factory=lambda: SchedulerConfig(lr=1e-3))
+    """The learning rate schedule."""
     beta1: float | None = 0.9
     """Decay rate of the momentum; only `sgd` can do without (`None`)."""
     beta2: float = 0.999
@@ -73,15 +74,19 @@ class OptimizerConfig(ConfigDict):
     alpha: float = 8.0
     """Weight of the slow momentum of `ademamix`."""
     eps: float = 1e-8
+    """Added to the denominator of the update."""
     weight_decay: float = 0.0
+    """Decoupled weight decay; multiplied by the learning rate."""
     weight_decay_exclude: list[str] | None = None
     """Regular expressions for the names of parameters that do not decay."""
     weight_decay_include: list[str] | None = None
     """Regular expressions for the names of the only parameters that decay, except those excluded."""
     grad_clip_norm: float | None = None
+    """Scale gradients down to this global norm; `None` does not."""
     use_sharded_clip_norm: bool = True
     """Clip by the norm over all shards; `False` refuses gradients that are split over a mesh."""
     grad_clip_value: float | None = None
+    """Clip each entry of a gradient to this absolute value; `None` does not."""
     nesterov: bool = False
     """Look ahead along the momentum; Muon's author advises it for `muon`."""
     muon_exclude: list[str] = dataclasses.field(default_factory=lambda: ["embed", "lm_head"])

@@ -38,8 +38,11 @@ class SchedulerConfig(ConfigDict):
     end_lr_factor: float | None = None
     """`end_lr` as a share of `lr`: give one of the two, or both if they say the same."""
     cooldown_steps: int = 0
+    """Length of the cool-down at the end of the schedule."""
     warmup_steps: int = 0
+    """Length of the linear warm-up at the start of the schedule."""
     cooldown_lr: float = 0.0
+    """Learning rate at the end of the cool-down."""
 
     def __post_init__(self):
         check_name(self.name, kind="scheduler", known=(*LEVEL[:1], *DECAYING, *LEVEL[1:]))
