@@ -47,6 +47,12 @@ def fixed_settings(config: Any, name: str, *, may_change: bool) -> Iterator[str]
             yield place
 
 
+def nearest(name: Any, options: collections.abc.Iterable[Any]) -> str:
+    """Return a question that suggests the option nearest to a name; empty if none is near."""
+    matches = difflib.get_close_matches(str(name), map(str, options), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
 def check_seed(name: str, seed: int) -> None:
     """Raise unless a seed is one of those that JAX tells from all others: of larger ones it takes the lower half."""
     if not -(2**31) <= seed < 2**32:
@@ -256,7 +262,7 @@ class _Reader:
     def _check_keys(self, cls: type, fields: dict[str, dataclasses.Field], arguments: collections.abc.Mapping) -> None:
         unknown = [key for key in arguments if key not in fields]
         if unknown and not self.ignore_extensive_attributes:
-            hint = _nearest(unknown[0], fields)
+            hint = nearest(unknown[0], fields)
             raise ConfigError(f"{cls.__name__} has no field {unknown[0]!r}, only {', '.join(fields)}.{hint}")
         nothing = dataclasses.MISSING
         needed = [f.name for f in fields.values() if f.init and f.default is nothing and f.default_factory is nothing]
@@ -302,7 +308,7 @@ def _read_literal(options: tuple[Any, ...], data: Any) -> Any:
     if None in options and _is_none(data):
         return None
     if not any(type(data) is type(option) and data == option for option in options):
-        raise ConfigError(f"{data!r} is none of {', '.join(map(repr, options))}.{_nearest(data, options)}")
+        raise ConfigError(f"{data!r} is none of {', '.join(map(repr, options))}.{nearest(data, options)}")
     return data
 
 
@@ -388,11 +394,6 @@ def _import(path: str) -> Any:
 
 def _is_none(data: Any) -> bool:
     return data is None or (isinstance(data, str) and data == "None")
-
-
-def _nearest(name: Any, options: collections.abc.Iterable) -> str:
-    matches = difflib.get_close_matches(str(name), map(str, options), n=1)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 @dataclasses.dataclass(frozen=True)

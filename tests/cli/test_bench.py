@@ -132,7 +132,9 @@ def test_what_fails_is_kept_and_marked_and_the_others_still_run(folder, capsys):
 
 def test_an_unknown_name_is_told_the_nearest_before_anything_runs(folder, capsys):
     assert run(folder, "plain", "tabel") == 2
-    assert capsys.readouterr().err == "There is no benchmark 'tabel': did you mean 'table'? --list shows all.\n"
+    assert capsys.readouterr().err == (
+        "There is no benchmark 'tabel'. Did you mean 'table'? `xlstm-jax bench --list` shows all.\n"
+    )
     assert not folder.exists()
 
 

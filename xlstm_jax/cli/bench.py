@@ -4,7 +4,6 @@ import argparse
 import ast
 import contextlib
 import datetime
-import difflib
 import json
 import os
 import platform
@@ -23,6 +22,7 @@ from rich.table import Table
 
 import xlstm_jax
 from xlstm_jax.cli.screen import as_typed, complain, describe_error, show
+from xlstm_jax.configs import nearest
 
 PACKAGE = Path(xlstm_jax.__file__).parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
@@ -67,9 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name in names:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            way_out = f"did you mean {nearest[0]!r}? --list shows all" if nearest else f"{SCRIPTS} has none"
-            complain(f"There is no benchmark {name!r}: {way_out}.")
+            complain(f"There is no benchmark {name!r}.{nearest(name, known)} `xlstm-jax bench --list` shows all.")
             return 2
     try:
         machine = _describe_machine()

@@ -8,19 +8,18 @@ to `null` from the command line.
 
 import collections.abc
 import dataclasses
-import difflib
 import enum
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union
 
 import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
 
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, nearest
 from xlstm_jax.import_utils import resolve_import
 from xlstm_jax.trainer.callbacks.callback import CallbackConfig
 from xlstm_jax.trainer.logger.base_logger import LoggerToolsConfig
@@ -52,12 +51,6 @@ def build(annotation: Any, values: Any, where: str = "") -> Any:
         return converter().structure(values, annotation)
     except Exception as error:
         raise ConfigError("\n".join(dict.fromkeys(_describe(error, where)))) from error
-
-
-def nearest(name: Any, options: Iterable[Any]) -> str:
-    """Return a question that names the option that a name was probably meant to be; empty if there is none."""
-    matches = difflib.get_close_matches(str(name), map(str, options), n=1)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 @functools.cache

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.configs import ConfigError
-from xlstm_jax.recipes.build import nearest
+from xlstm_jax.configs import ConfigError, nearest
 
 GROUPS_FOLDER = Path(__file__).parent / "groups"
 ROOT = "train"
@@ -52,7 +51,15 @@ def register_scaled_steps() -> None:
 def groups() -> dict[str, dict[str, str]]:
     """Return all packaged groups with their choices, and the comment that each choice starts with."""
     return {
-        folder.name: {path.stem: _first_comment(path) for path in sorted(folder.glob("*.yaml"))}
+        group: {choice: _first_comment(path) for choice, path in choices.items()}
+        for group, choices in choice_files().items()
+    }
+
+
+def choice_files() -> dict[str, dict[str, Path]]:
+    """Return the files of all packaged choices, by group and by choice."""
+    return {
+        folder.name: {path.stem: path for path in sorted(folder.glob("*.yaml"))}
         for folder in sorted(GROUPS_FOLDER.iterdir())
         if folder.is_dir()
     }

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from xlstm_jax.configs import ConfigDict, ConfigError, refuse_ignored
+from xlstm_jax.configs import ConfigDict, ConfigError, nearest, refuse_ignored
 from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, SyntheticDataConfig, TextDataConfig
 from xlstm_jax.dataset.shards.manifest import TOKENIZER_FOLDER
 from xlstm_jax.dataset.sources import registry
 from xlstm_jax.dataset.sources.vocabulary_lookup import given_tokenizer
 from xlstm_jax.import_utils import resolve_import
-from xlstm_jax.recipes.build import build, nearest
+from xlstm_jax.recipes.build import build
 from xlstm_jax.recipes.ignored_data import DataSet, Layer, check_layers, check_prepared
 
 KINDS: dict[str, type[DataConfig]] = {
@@ -30,17 +30,23 @@ class PrepareConfig(ConfigDict):
     """Texts that a run tokenises into shards before it trains on them; see `xlstm_jax.dataset.prepare`."""
 
     sources: list[str]
+    """Files, folders and patterns of text, JSON lines or Parquet; `[stdlib]` for Python's standard library."""
     output: Path | None = None
     """The folder of the shards, which several runs may share; `None` for `data` in the folder of the run."""
     validation_share: float | None = None
     """The share of documents for validation, if the sources have no splits of their own."""
     tokenizer_path: str = "byte"
+    """The tokenizer, as for `load_tokenizer`; `byte` for bytes."""
     train_vocab_size: int | None = None
     """Train a tokenizer with this many tokens, instead of `tokenizer_path`."""
     column: str = "text"
+    """The column or JSON field that holds the text."""
     on_bad_data: Literal["error", "skip"] = "error"
+    """Whether documents that are empty or damaged are an error, or are skipped and counted."""
     max_document_bytes: int | None = 65536
+    """Plain text files that are longer are cut at line ends into several documents."""
     num_workers: int | None = None
+    """Processes that tokenise; `None` for one per CPU core, 0 for none."""
 
     def __post_init__(self):
         reasons = {}
@@ -76,6 +82,7 @@ class DataRecipe(ConfigDict):
     validation: dict[str, DataConfig] = dataclasses.field(default_factory=dict)
     """The validation sets, by name."""
     prepare: PrepareConfig | None = None
+    """Texts to tokenise before training, if any."""
 
     def __post_init__(self):
         if len(self.train) == 1:

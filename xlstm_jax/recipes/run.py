@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from xlstm_jax.checkpoint.files import checkpoint_folder
-from xlstm_jax.configs import ConfigError
+from xlstm_jax.configs import ConfigError, nearest
 from xlstm_jax.dataset import DataIterator, LLMBatch, create_data_iterator, create_mixed_data_iterator
 from xlstm_jax.dataset.configs import TextDataConfig
 from xlstm_jax.dataset.prepare import prepare
@@ -22,7 +22,6 @@ from xlstm_jax.dataset.sources.text_measures import TextMeasures, measure_text
 from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary
 from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError, Vocabulary
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
-from xlstm_jax.recipes.build import nearest
 from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
 from xlstm_jax.recipes.compose import resolved
 from xlstm_jax.recipes.data import DataRecipe

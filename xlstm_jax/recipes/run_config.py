@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from xlstm_jax.configs import ConfigDict, ConfigError, describe_ignored, refuse_ignored
+from xlstm_jax.configs import ConfigDict, ConfigError, describe_ignored, nearest, refuse_ignored
 from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary, is_available_offline, is_local
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary, check_vocabularies
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.shared.feedforward import round_up
 from xlstm_jax.planning.setup import Setup
-from xlstm_jax.recipes.build import build, nearest
+from xlstm_jax.recipes.build import build
 from xlstm_jax.recipes.data import DataRecipe, PrepareConfig, read_data
 from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.optimizer import OptimizerConfig
@@ -42,6 +42,7 @@ class RunConfig(ConfigDict):
     context_length: int
     """The tokens of a row."""
     num_train_steps: int | None = None
+    """How long to train, in optimizer steps; give this or `num_epochs`."""
     num_epochs: int | None = None
     """How long to train, in epochs; give this or `num_train_steps`."""
     init_from: Path | None = None
@@ -52,9 +53,13 @@ class RunConfig(ConfigDict):
     """`auto` chooses remat, kept logits, loss chunks, scanned or unrolled blocks and gradient accumulation, where they
     are not set, for the memory of the devices; `manual` takes all settings as they are."""
     model: ModelConfig
+    """The model."""
     data: DataRecipe
+    """The training and validation data."""
     optimizer: OptimizerConfig
+    """The optimizer and its learning rate schedule."""
     trainer: LLMTrainerConfig
+    """How the run trains, validates, logs and calls back."""
 
     def setup(self, num_devices: int) -> Setup:
         """Return what a plan of this run on so many devices is made for."""

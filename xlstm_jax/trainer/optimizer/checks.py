@@ -1,12 +1,11 @@
 """Checks that the configs of optimizers and schedules share."""
 
-import difflib
 import logging
 import math
 import re
 from collections.abc import Collection, Iterable
 
-from xlstm_jax.configs import ConfigDict, ConfigError, describe_ignored
+from xlstm_jax.configs import ConfigDict, ConfigError, describe_ignored, nearest
 
 LOGGER = logging.getLogger(__name__)
 
@@ -15,9 +14,7 @@ def check_name(name: str, *, kind: str, known: Collection[str]) -> None:
     """Raise if a name is unknown, with the nearest one that is known."""
     if name in known:
         return
-    nearest = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ConfigError(f"Unknown {kind} {name!r}.{hint} Known names: {', '.join(known)}.")
+    raise ConfigError(f"Unknown {kind} {name!r}.{nearest(name, known)} Known names: {', '.join(known)}.")
 
 
 def check_not_negative(**values: float | int | None) -> None:
