@@ -20,6 +20,7 @@ COMMANDS = {
     "resume": "resume a run that was stopped, or train it for longer",
     "checkpoints": "list the checkpoints of a run, and verify them",
     "generate": "let a trained model continue texts",
+    "settings": "list the settings of a run, with types, defaults and descriptions",
     "report": "draw the curves of one run, or of several, on a page",
     "prepare": "tokenise texts once, into shards that training reads",
     "plan": "tell before a run what it needs: memory, time, sharding",
@@ -60,7 +61,12 @@ def _run(argv: list[str]) -> int:
     commands = parser.add_subparsers(metavar="command", required=True)
     chosen = parser
     for name, summary in COMMANDS.items():
-        command_parser = commands.add_parser(name, help=summary, description=f"xlstm-jax {name}: {summary}.")
+        command_parser = commands.add_parser(
+            name,
+            help=summary,
+            description=f"xlstm-jax {name}: {summary}.",
+            conflict_handler="resolve",  # `train` has a --help of its own
+        )
         if argv[:1] == [name]:
             command = importlib.import_module(f"xlstm_jax.cli.{name}")
             command.add_arguments(command_parser)

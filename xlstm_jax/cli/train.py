@@ -37,6 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the arguments of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        action=_Help,
+        metavar="GROUP",
+        help="show this help and exit; with a GROUP, show its choices and settings",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="group=choice|key=value", help="what the run is made of, as Hydra takes it"
     )
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep: key=1,2 is a run for each value")
@@ -45,6 +53,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with groups and choices of your own")
     parser.epilog = _describe_groups()
+
+
+class _Help(argparse.Action):
+    """Prints the help of the command or, with a value, that of a group of settings, and exits."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,  # noqa: ARG002
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        """Print and exit."""
+        if values is None:
+            parser.print_help()
+            parser.exit()
+        from xlstm_jax.cli.settings import describe_group
+
+        try:
+            show(describe_group(values.partition("=")[0]))
+        except ConfigError as error:
+            parser.error(str(error))
+        parser.exit()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -257,7 +288,14 @@ def _describe_groups() -> str:
     for group, choices in groups().items():
         lines.append(f"\n  {group}=")
         lines += [f"    {choice:<16} {comment}" for choice, comment in choices.items()]
-    lines += ["", "examples:"]
+    lines += [
+        "",
+        "help on settings:",
+        "  xlstm-jax train --help GROUP    the choices and the settings of a group",
+        "  xlstm-jax settings KEY          a setting: type, default, description, and where it is set",
+        "",
+        "examples:",
+    ]
     lines += [
         "  xlstm-jax train experiment=demo",
         "  xlstm-jax train data=text 'data.prepare.sources=[my.txt]' num_train_steps=2000",
