@@ -131,7 +131,7 @@ class ConfigDict:
         Returns:
             A dictionary that JSON can hold and that `from_dict` reads back.
         """
-        return {key: _to_plain(value) for key, value in vars(self).items()}
+        return {key: to_plain(value) for key, value in vars(self).items()}
 
     @staticmethod
     def from_dict(
@@ -164,7 +164,8 @@ class ConfigDict:
         return reader.read(config_class, data)
 
 
-def _to_plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Write a value as `ConfigDict.to_dict` does."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, type):
@@ -172,11 +173,11 @@ def _to_plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, list | tuple):
-        return tuple(_to_plain(element) for element in value)
+        return tuple(to_plain(element) for element in value)
     if isinstance(value, collections.abc.Mapping):
-        return {key: _to_plain(element) for key, element in value.items()}
+        return {key: to_plain(element) for key, element in value.items()}
     if dataclasses.is_dataclass(value):
-        return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, PurePath):
         return value.as_posix()
     return dotted_path(value) if _has_path(value) else str(value)

@@ -71,6 +71,10 @@ def test_plain_values_become_configs():
     assert built.function is __import__("math").sqrt
 
 
+def test_a_text_may_stand_for_a_list_of_one_text():
+    assert build(Part, {"size": 1, "names": "a.txt"}).names == ["a.txt"]
+
+
 def test_a_whole_number_may_be_written_as_a_power_of_ten():
     assert build(Part, {"size": 1e6}).size == 1_000_000
 

@@ -119,11 +119,12 @@ def test_a_model_of_another_class_takes_its_own_config():
     [
         ("model.embeding_dim=3", "model.embeding_dim: XLSTMConfig has no such field. Did you mean 'embedding_dim'?"),
         ("scheduler.lr=fast", "scheduler.lr: a number is needed, not 'fast'."),
-        ("parallel.remat=Block", "parallel.remat: "),
+        ("parallel.remat=3", "parallel.remat: a list is needed, not 3."),
         ("callbacks.checkpoint.every_n_step=3", "callbacks.checkpoint.every_n_step: ModelCheckpointConfig has no such"),
         ("logger.log_every_n_steps=0", "logger: log_every_n_steps is 0"),
         ("optimizer.scheduler.lr=1", "optimizer.scheduler: this has a group of its own. Set it under 'scheduler'"),
         ("experimnt=demo", "experimnt: there is no such setting or group. Did you mean 'experiment'?"),
+        ("lr=1e-3", "lr: there is no such setting or group. Did you mean 'scheduler.lr'?"),
         ("experiment=dem", "experiment: there is no 'dem', only "),
         ("model=xlstm_16m", "model: there is no 'xlstm_16m', only "),
         ("data=text", "data.prepare.sources is not set: add data.prepare.sources=... to the command."),

@@ -1,9 +1,8 @@
-"""Train a model: Hydra composes the run, and starts it here, once for each point of a sweep, or as SLURM jobs."""
+"""Train a run in this process, or let Hydra launch a sweep of runs, here or as SLURM jobs."""
 
 import argparse
 import contextlib
 import gc
-import io
 import logging
 import os
 import shlex
@@ -11,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xlstm_jax.cli.gpu_memory import set_memory_fraction
 from xlstm_jax.cli.interrupts import exit_on_ctrl_c
@@ -21,12 +20,17 @@ from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import (
     GROUPS_FOLDER,
     ROOT,
+    Composition,
+    compose_run,
     free_keys,
     groups,
     register_run_id,
     register_scaled_steps,
     search_path,
 )
+
+if TYPE_CHECKING:
+    from xlstm_jax.recipes.run_config import RunConfig
 
 WRONG_SETTING = 2
 EXIT_CODES = {"nan": 3, "skipped": 4}
@@ -79,25 +83,21 @@ class _Help(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the settings, then let Hydra start the run, or the runs."""
+    """Compose and check the settings, then train the run or the sweep, and return the exit code."""
     begin_startup("train")
-    overrides: list[str] = args.overrides
     if args.cfg and args.multirun:
         complain("--cfg prints the settings of one run: leave out -m.")
         return WRONG_SETTING
     register_run_id()
     register_scaled_steps()
     try:
-        words = [*search_path(args.config_dir), *free_keys(overrides, args.config_dir)]
-        if args.cfg is None:
-            _check(overrides, args.config_dir, is_sweep=args.multirun)
+        if args.cfg:
+            sys.stdout.write(compose_run(args.overrides, args.config_dir).to_yaml(args.cfg))
+            return 0
+        return (_sweep if args.multirun else _train_one)(args.overrides, args.config_dir)
     except ConfigError as error:
         complain(str(error))
         return WRONG_SETTING
-    if args.cfg:
-        # By itself, Hydra's part lacks what it refers to.
-        return _print_settings(["--cfg", args.cfg, *(["--resolve"] * (args.cfg == "job")), *words])
-    return _call_hydra(words, is_sweep=args.multirun)
 
 
 def begin_startup(command: str) -> None:
@@ -106,87 +106,110 @@ def begin_startup(command: str) -> None:
 
     STARTUP.begin(seconds_since_process_start() if sys.argv[1:2] == [command] else 0.0)
     import xlstm_jax.cli.header
-    import xlstm_jax.recipes.preview  # noqa: F401 - what settings and header need is imported with all else
+    import xlstm_jax.recipes.sweep  # noqa: F401 - the imports of settings and header are measured with all others
 
     STARTUP.end("imports")
 
 
-def _check(overrides: Sequence[str], config_dir: Path | None, *, is_sweep: bool) -> None:
-    """Build the config of every run, and make the folder, before Hydra does anything."""
-    from xlstm_jax.recipes.preview import make_folder, preview_run, preview_sweep
+def _train_one(overrides: Sequence[str], config_dir: Path | None) -> int:
+    """Train one run in this process, and return its exit code."""
+    from hydra.core.utils import configure_log
+
+    from xlstm_jax.recipes.rejected import make_folder
     from xlstm_jax.recipes.run_config import build_run
 
-    if is_sweep:
-        folder, runs = preview_sweep(overrides, config_dir)
-        for number, settings in enumerate(runs):
-            try:
-                build_run(settings)
-            except ConfigError as error:
-                raise ConfigError(f"Run {number} of the sweep: {error}") from error
-    else:
-        folder, settings = preview_run(overrides, config_dir)
-        build_run(settings)
+    composition = compose_run(overrides, config_dir)
+    hydra = composition.config.hydra
+    only_in_sweeps = {"callbacks": hydra.callbacks, "output_subdir": hydra.output_subdir, "job.chdir": hydra.job.chdir}
+    for name, value in (only_in_sweeps | {"job.env_set": hydra.job.env_set}).items():
+        if value:
+            raise ConfigError(f"hydra.{name} has no effect on a single run, only in a sweep: add -m, or leave it out.")
+    config = build_run(composition.resolved)
+    folder = composition.folder.absolute()
+    make_folder(composition.folder)
+    configure_log(hydra.job_logging, hydra.verbose)
+    for sentence in composition.dropped:
+        show(sentence)
+    with composition.current():
+        return train_in(folder, composition.settings, composition.notes(folder), config=config)
+
+
+def _sweep(overrides: Sequence[str], config_dir: Path | None) -> int:
+    """Check all runs of a sweep, let Hydra launch them, and return the worst of their exit codes."""
+    from xlstm_jax.recipes.rejected import make_folder
+    from xlstm_jax.recipes.run_config import build_run
+    from xlstm_jax.recipes.sweep import compose_sweep
+
+    folder, runs = compose_sweep(overrides, config_dir)
+    for number, composition in enumerate(runs):
+        try:
+            build_run(composition.resolved)
+        except ConfigError as error:
+            raise ConfigError(f"Run {number} of the sweep: {error}") from error
     make_folder(folder)
+    for sentence in dict.fromkeys(sentence for composition in runs for sentence in composition.dropped):
+        show(sentence)
+    words = [*search_path(config_dir), *free_keys(overrides, config_dir)]
+    return _launch(words, [composition.settings for composition in runs])
 
 
-def _print_settings(words: Sequence[str]) -> int:
-    """Let Hydra print; a stdout that is closed is not for Hydra to explain."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = _call_hydra(words, is_sweep=False)
-    sys.stdout.write(printed.getvalue())
-    return code
+def _launch(words: Sequence[str], runs: Sequence[dict[str, Any]]) -> int:
+    """Let Hydra launch the runs of a sweep: one after the other, or as jobs.
 
-
-def _call_hydra(words: Sequence[str], *, is_sweep: bool) -> int:
-    """Let Hydra run what the words say, and return the exit code: for a sweep, the worst of its runs."""
+    Args:
+        words: The overrides, as Hydra takes them.
+        runs: The settings of each run; empty where the sweeper chooses them while it runs.
+    """
     import hydra
 
     codes, ended = [0], []
 
-    def train_one(config: Any) -> None:
-        """Train one run that Hydra has composed, in the folder that it has made."""
-        run, goes_on = _train_composed(config)
-        code = run.exit_code
+    def train_job(config: Any) -> None:
+        """Train one run of the sweep, in the folder that Hydra has made."""
+        run, has_other_runs = _train_job(config, runs)
         ended.append(run)
-        if is_sweep and goes_on and code < 128:  # A signal is meant for the sweep.
-            codes.append(code)
-        elif code:
-            raise SystemExit(code)
+        if has_other_runs and run.exit_code < 128:  # A signal is meant for the sweep.
+            codes.append(run.exit_code)
+        elif run.exit_code:
+            raise SystemExit(run.exit_code)
 
     argv, messages = sys.argv, logging.getLogger("hydra")
-    sys.argv = [argv[0], *["--multirun"] * is_sweep, *words]
-    handler = logging.StreamHandler(sys.stdout)  # which run of a sweep is next
+    sys.argv = [argv[0], "--multirun", *words]
+    handler = logging.StreamHandler(sys.stdout)  # Hydra logs which run is next.
     messages.addHandler(handler)
     messages.setLevel(logging.INFO)
     try:
-        hydra.main(config_path=str(GROUPS_FOLDER), config_name=ROOT, version_base="1.3")(train_one)()
+        hydra.main(config_path=str(GROUPS_FOLDER), config_name=ROOT, version_base="1.3")(train_job)()
     except SystemExit as stop:
         codes.append(stop.code if isinstance(stop.code, int) else 1)
     finally:
         sys.argv = argv
         messages.removeHandler(handler)
-    if is_sweep and ended:  # Jobs of a launcher end elsewhere.
+    if ended:  # Jobs of a launcher end elsewhere.
         show(f"\n{describe_sweep(ended)}")
     return max(codes)
 
 
-def _train_composed(config: Any) -> tuple[SweepRun, bool]:
-    """Train, and return the run and whether this process has the other runs of a sweep too."""
+def _train_job(config: Any, runs: Sequence[dict[str, Any]]) -> tuple[SweepRun, bool]:
+    """Train a run of a sweep, and return it and whether this process trains the others too."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    hydra: Any = HydraConfig.instance().cfg
-    notes: dict[str, Any] = {
-        "hydra.yaml": OmegaConf.to_container(hydra, enum_to_str=True),
-        "overrides.yaml": OmegaConf.to_container(hydra.hydra.overrides.task),
-    }
-    settings: Any = OmegaConf.to_container(config)
-    folder = Path(hydra.hydra.runtime.output_dir)
+    whole: Any = HydraConfig.instance().cfg
+    folder = Path(whole.hydra.runtime.output_dir)
+    settings: Any = runs[whole.hydra.job.num] if runs else OmegaConf.to_container(config)
+    notes = Composition(whole).notes(folder)
     run = SweepRun(folder, notes["overrides.yaml"], train_in(folder, settings, notes))
-    return run, hydra.hydra.launcher["_target_"].endswith(".BasicLauncher")
+    return run, whole.hydra.launcher["_target_"].endswith(".BasicLauncher")
 
 
-def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | None = None, step: int = -1) -> int:
+def train_in(
+    folder: Path,
+    settings: dict[str, Any],
+    notes: Mapping[str, Any] | None = None,
+    step: int = -1,
+    config: "RunConfig | None" = None,
+) -> int:
     """Train a run in a folder, from its newest valid checkpoint if it has one, and return the exit code.
 
     Args:
@@ -194,6 +217,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
         settings: The settings, with references between them or without.
         notes: What Hydra has to say about this start, by the names of its files.
         step: The step of another checkpoint to resume from.
+        config: The config of the run, if it has been built already.
     """
     from xlstm_jax.cli.header import describe_end
     from xlstm_jax.trainer.run.signals import TrainingInterrupted
@@ -209,7 +233,7 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     try:
         with exit_on_ctrl_c(lambda: _describe_early_stop(folder)):
             while opened is None:
-                opened = _train_if_it_fits(settings, folder, notes, step)
+                opened = _train_if_it_fits(settings, folder, notes, step, config)
     except ConfigError as error:
         complain(str(error))
         return WRONG_SETTING
@@ -230,7 +254,9 @@ def train_in(folder: Path, settings: dict[str, Any], notes: Mapping[str, Any] | 
     return EXIT_CODES.get(opened.trainer.status, 0)
 
 
-def _train_if_it_fits(settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None, step: int) -> Any:
+def _train_if_it_fits(
+    settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None, step: int, config: "RunConfig | None"
+) -> Any:
     """Open a run and train it; return `None` if its step did not fit and another choice is left to try."""
     from xlstm_jax.cli.header import describe_start
     from xlstm_jax.recipes.run import open_run
@@ -238,7 +264,7 @@ def _train_if_it_fits(settings: dict[str, Any], folder: Path, notes: Mapping[str
     from xlstm_jax.utils.startup import STARTUP
 
     with _errors_in_a_line(folder):
-        opened = open_run(settings, folder, notes, step)
+        opened = open_run(settings, folder, notes, step, config)
         try:
             opened.compile()
             show(describe_start(opened))

@@ -196,8 +196,13 @@ def _make_config_reader(made: cattrs.Converter, config_class: Any) -> Callable[[
 
 
 def _read_sequence(made: cattrs.Converter, value: Any, annotation: Any) -> list[Any]:
-    """Read a list; one of configs may be a mapping, of which those are left out that are `null`."""
+    """Read a list; a text may stand for a list with it alone.
+
+    A list of configs may be a mapping, of which the entries that are `null` are left out.
+    """
     (member,) = typing.get_args(annotation)
+    if isinstance(value, str) and member is str:
+        return [value]
     if isinstance(value, Mapping) and _is_config(member):
         configs = made.structure(value, dict[str, member | None])
         return [config for config in configs.values() if config is not None]

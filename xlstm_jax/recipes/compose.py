@@ -1,17 +1,24 @@
 """Composition of settings by Hydra, from packaged groups, files of users and words of a command line."""
 
 import contextlib
+import dataclasses
 import datetime
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from xlstm_jax.configs import ConfigError, nearest
+from xlstm_jax.recipes.build import TARGET
 
 GROUPS_FOLDER = Path(__file__).parent / "groups"
 ROOT = "train"
 """The file that all runs start from."""
+
+
+CALLBACKS = "callbacks"
+"""The group of which several choices can be made."""
 
 
 def register_run_id() -> None:
@@ -56,6 +63,7 @@ def groups() -> dict[str, dict[str, str]]:
     }
 
 
+@functools.cache
 def choice_files() -> dict[str, dict[str, Path]]:
     """Return the files of all packaged choices, by group and by choice."""
     return {
@@ -65,21 +73,177 @@ def choice_files() -> dict[str, dict[str, Path]]:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """The settings of a run, composed by Hydra."""
+
+    config: Any
+    """Hydra's config: the settings, and Hydra's own under `hydra`."""
+    dropped: tuple[str, ...] = ()
+    """A sentence for each group whose choice on the command line dropped settings of an experiment."""
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings, with references between them."""
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_container(self._without_hydra())  # pyright: ignore[reportReturnType]
+
+    @functools.cached_property
+    def resolved(self) -> dict[str, Any]:
+        """The settings, with all references resolved."""
+        with self.current():
+            return resolved(self._without_hydra())
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        with self.current(), hydra_errors():
+            return Path(self.config.hydra.run.dir)
+
+    @functools.cached_property
+    def sweep_folder(self) -> Path:
+        """The folder of a sweep over such runs."""
+        with self.current(), hydra_errors():
+            return Path(self.config.hydra.sweep.dir)
+
+    def to_yaml(self, part: Literal["job", "hydra", "all"]) -> str:
+        """Write the settings of the run (`job`, with references resolved), those of Hydra, or both."""
+        from omegaconf import OmegaConf
+
+        with self.current(), hydra_errors():
+            if part == "job":
+                return OmegaConf.to_yaml(self._without_hydra(), resolve=True)
+            return OmegaConf.to_yaml(self.config if part == "all" else OmegaConf.masked_copy(self.config, ["hydra"]))
+
+    def _without_hydra(self) -> Any:
+        from omegaconf import OmegaConf
+
+        return OmegaConf.masked_copy(self.config, [name for name in self.config if name != "hydra"])
+
+    def notes(self, folder: Path) -> dict[str, Any]:
+        """Return what the folder of a run keeps of Hydra, by file name."""
+        from omegaconf import OmegaConf
+
+        hydra: Any = OmegaConf.to_container(OmegaConf.masked_copy(self.config, ["hydra"]), enum_to_str=True)
+        hydra["hydra"]["runtime"]["output_dir"] = str(folder)
+        return {"hydra.yaml": hydra, "overrides.yaml": hydra["hydra"]["overrides"]["task"]}
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Let settings refer to `${hydra:...}`."""
+        from hydra.core.hydra_config import HydraConfig
+
+        instance = HydraConfig.instance()
+        before = instance.cfg
+        instance.set_config(self.config)
+        try:
+            yield
+        finally:
+            instance.cfg = before
+
+
 def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Any]:
     """Compose the settings of a run.
 
     Args:
         overrides: What to choose and to change, as on the command line: `group=choice`, `key=value`, `~key`.
-        config_dir: A folder with more groups and choices, laid out as the packaged ones.
+        config_dir: A folder with more groups and choices, laid out like the packaged ones.
 
     Returns:
         Plain settings, with all references resolved.
     """
+    return compose_run(overrides, config_dir).resolved
+
+
+def compose_run(overrides: Sequence[str], config_dir: Path | None = None) -> Composition:
+    """Compose a run; the arguments are those of `compose`."""
+    with initialized(), hydra_errors():
+        return compose_words([*search_path(config_dir), *free_keys(overrides, config_dir)])
+
+
+def compose_words(words: Sequence[str], job_number: int | None = None) -> Composition:
+    """Compose a run from Hydra's own overrides, in the context of `initialized`.
+
+    An experiment chooses a group and changes settings of that choice. Where the overrides make another choice, these
+    changes are dropped.
+
+    Args:
+        words: The overrides, as `free_keys` returns them.
+        job_number: The number of the run in its sweep, if it is part of one.
+    """
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf, open_dict
+
+    config, dropped = _load(words), []
+    chosen, experiments = _chosen_groups(words)
+    if chosen and experiments:
+        before = _load(experiments).hydra.runtime.choices
+        after = config.hydra.runtime.choices
+        switched = [group for group in chosen if group == CALLBACKS or after.get(group) != before.get(group)]
+        alone = _load([word for word in words if _is_for_choices(word, switched)]) if switched else config
+        for group in switched:
+            section = _section_of_choice(group, *(OmegaConf.to_container(each[group]) for each in (config, alone)))
+            lost = set(_leaves(OmegaConf.to_container(config[group]), group)) - set(_leaves(section, group))
+            if lost:
+                names = ", ".join(sorted({key for key, _ in lost}))
+                dropped.append(f"{chosen[group]} replaces the choice of the experiment, and drops its {names}.")
+            with open_dict(config):
+                config[group] = section
+    with open_dict(config):
+        config.hydra.mode = RunMode.RUN
+        if job_number is not None:
+            config.hydra.job.id, config.hydra.job.num, config.hydra.mode = str(job_number), job_number, RunMode.MULTIRUN
+    return Composition(config, tuple(dropped))
+
+
+def _load(words: Sequence[str]) -> Any:
     from hydra import compose as hydra_compose
 
-    words = [*search_path(config_dir), *free_keys(overrides, config_dir)]
-    with initialized(), hydra_errors():
-        return resolved(hydra_compose(ROOT, overrides=words))
+    return hydra_compose(ROOT, overrides=list(words), return_hydra_config=True)
+
+
+def _chosen_groups(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the overrides that choose a section by group, and those that an experiment needs to be found."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    chosen, experiments = {}, []
+    for word, override in zip(words, OverridesParser.create().parse_overrides(list(words)), strict=True):
+        key = override.key_or_group
+        if key in ("experiment", "hydra.searchpath"):
+            experiments.append(word)
+        elif key in choice_files() and key not in ("launcher", "experiment") and not override.is_delete():
+            chosen[key] = word
+    return chosen, experiments if any(word.startswith("experiment=") for word in experiments) else []
+
+
+def _is_for_choices(word: str, switched: Sequence[str]) -> bool:
+    """Tell whether an override also holds without an experiment, which may have set what a `~key` deletes."""
+    if word.startswith("~"):
+        return word[1:].partition("=")[0].partition(".")[0] in switched
+    return not word.startswith("experiment=")
+
+
+def _section_of_choice(group: str, whole: Any, alone: Any) -> Any:
+    """Return a section without what an experiment has set for another choice.
+
+    Callbacks are a list of choices, each with its own entries: those that are still chosen keep what the experiment has
+    set, and so do entries of its own. Without `_target_`, an entry is left over from a choice that was dropped.
+    """
+    if group != CALLBACKS:
+        return alone
+    return {
+        name: entry for name, entry in whole.items() if name in alone or not isinstance(entry, dict) or TARGET in entry
+    }
+
+
+def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a section by name, as text."""
+    for name, value in (section or {}).items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}.{name}")
+        else:
+            yield f"{prefix}.{name}", str(value)
 
 
 def resolved(config: Any) -> dict[str, Any]:
@@ -122,7 +286,8 @@ def free_keys(overrides: Sequence[str], config_dir: Path | None = None) -> list[
         try:
             override = parser.parse_override(word)
         except HydraException as error:
-            raise ConfigError(f"{word!r} is no key=value or group=choice: {_one_line(error)}") from error
+            meant = _suggest_choice(word) or f": {_one_line(error)}"
+            raise ConfigError(f"{word!r} is no key=value or group=choice{meant}") from error
         key = override.key_or_group
         if not key:
             raise ConfigError(f"{word!r} is no key=value or group=choice: there is nothing before the sign.")
@@ -133,6 +298,13 @@ def free_keys(overrides: Sequence[str], config_dir: Path | None = None) -> list[
         is_value = not key.startswith("hydra") and not choices
         freed.append(f"++{word}" if is_plain and is_value else word)
     return freed
+
+
+def _suggest_choice(word: str) -> str:
+    """Return a question that suggests the choice whose name stands alone; empty if there is none."""
+    choices = [(group, choice) for group in ("experiment", *choice_files()) for choice in choice_files()[group]]
+    group = next((group for group, choice in choices if choice == word), None)
+    return f". Did you mean {f'{group}={word}'!r}?" if group else ""
 
 
 def search_path(config_dir: Path | None) -> list[str]:

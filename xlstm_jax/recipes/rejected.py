@@ -7,7 +7,20 @@ from types import TracebackType
 
 import jax
 
+from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.lock import LOCK_FILE
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run.
+
+    Raises:
+        ConfigError: It cannot be made there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"The folder {folder} cannot be made ({error.strerror}): choose another one.") from error
 
 
 class RejectedFolder:

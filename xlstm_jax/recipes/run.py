@@ -112,7 +112,13 @@ class Run:
             )
 
 
-def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any] | None = None, step: int = -1) -> Run:
+def open_run(
+    settings: Mapping[str, Any],
+    folder: Path,
+    notes: Mapping[str, Any] | None = None,
+    step: int = -1,
+    config: RunConfig | None = None,
+) -> Run:
     """Prepare the data of a run, build its trainer, and resume from its newest valid checkpoint if it has one.
 
     Args:
@@ -121,13 +127,14 @@ def open_run(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any]
         folder: Where the run is kept.
         notes: What Hydra has to say about this start, by the names of its files.
         step: The step of another checkpoint to resume from.
+        config: The config of the run, if it has been built already.
 
     Returns:
         The run.
     """
     plain = resolved(settings)
     with contextlib.ExitStack() as lock, RejectedFolder(folder) as rejected:
-        config = build_run(plain)
+        config = config or build_run(plain)
         STARTUP.end("settings")
         mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
         enable_compilation_cache()

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,8 +140,7 @@ def build_run(values: Mapping[str, Any]) -> RunConfig:
     known = [*(field.name for field in dataclasses.fields(RunConfig)), *SECTIONS]
     for name in values:
         if name not in known:
-            meant = nearest(name, [*known, "experiment", "launcher"]) or f" There are: {', '.join(known)}."
-            raise ConfigError(f"{name}: there is no such setting or group.{meant}")
+            raise ConfigError(f"{name}: there is no such setting or group.{_suggest(name, known)}")
     check_lengths(values)
     merged: dict[str, Any] = {
         name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()
@@ -162,6 +161,13 @@ def build_run(values: Mapping[str, Any]) -> RunConfig:
     except ConfigError as error:
         lines = str(error).splitlines()
         raise ConfigError("\n".join(_as_written(line) for line in lines)) from error
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    """Return what an unknown name at the top was probably meant to be, or all names that are known there."""
+    from xlstm_jax.recipes.sections import suggest_key  # which imports every callback and logger
+
+    return suggest_key(name) or nearest(name, [*known, "experiment", "launcher"]) or f" There are: {', '.join(known)}."
 
 
 def _move_into(merged: dict[str, Any], section: str, owner: str, field: str) -> None:

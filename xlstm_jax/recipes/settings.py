@@ -4,10 +4,8 @@ import ast
 import collections.abc
 import dataclasses
 import functools
-import importlib
 import inspect
 import json
-import pkgutil
 import textwrap
 import types
 import typing
@@ -17,21 +15,10 @@ from typing import Any, Literal, NamedTuple, Union
 
 import yaml
 
-import xlstm_jax.trainer.callbacks
-import xlstm_jax.trainer.eval
-import xlstm_jax.trainer.logger
-from xlstm_jax.configs import ConfigDict, ConfigError, nearest
-from xlstm_jax.distributed.mesh_utils import ParallelConfig
-from xlstm_jax.import_utils import resolve_import
-from xlstm_jax.models.llama import LlamaConfig
-from xlstm_jax.models.xlstm import XLSTMConfig
+from xlstm_jax.configs import ConfigError, nearest, to_plain
 from xlstm_jax.recipes.compose import GROUPS_FOLDER, ROOT, choice_files
-from xlstm_jax.recipes.data import KINDS, PrepareConfig
 from xlstm_jax.recipes.run_config import RunConfig
-from xlstm_jax.trainer.callbacks.callback import CallbackConfig
-from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
-from xlstm_jax.trainer.logger.base_logger import LoggerConfig, LoggerToolsConfig
-from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig
+from xlstm_jax.recipes.sections import Part, config_parts, flat_keys, suggest_key
 
 RUN = "run"
 """The name of the settings that belong to no group."""
@@ -56,18 +43,6 @@ class Setting(NamedTuple):
         return self.description.partition(". ")[0].removesuffix(".") + "."
 
 
-class _Part(NamedTuple):
-    """A config among the settings."""
-
-    group: str
-    prefix: str
-    config_class: Any
-    without: tuple[str, ...] = ()
-    """Fields that are not set here."""
-    condition: str = ""
-    """What has to be chosen."""
-
-
 def list_settings() -> list[Setting]:
     """Return all settings, ordered by group."""
     return [setting for settings in settings_by_group().values() for setting in settings]
@@ -77,7 +52,8 @@ def list_settings() -> list[Setting]:
 def settings_by_group() -> Mapping[str, list[Setting]]:
     """Return all settings by group; those that belong to no group come first, under `run`."""
     found: dict[str, list[Setting]] = {}
-    for part in _parts():
+    run = Part(RUN, "", RunConfig, without=("model", "data", "optimizer", "trainer"))
+    for part in (run, *config_parts()):
         found.setdefault(part.group, []).extend(_settings_of(part))
     return found
 
@@ -99,11 +75,8 @@ def find_settings(name: str) -> list[Setting]:
 
 def suggest(name: str) -> str:
     """Return a question that names the settings that a name was probably meant to be; empty if there is none."""
-    keys = list(dict.fromkeys(setting.key for setting in list_settings()))
-    endings = [key for key in keys if key.endswith(f".{name}")]
-    if endings:
-        return f" Did you mean {' or '.join(map(repr, endings[:3]))}?"
-    return nearest(name, [*keys, *settings_by_group()])
+    keys = dict.fromkeys(setting.key for setting in list_settings())
+    return suggest_key(name) or nearest(name, [*keys, *settings_by_group()])
 
 
 def _matches(name: str, key: str) -> bool:
@@ -114,47 +87,7 @@ def _matches(name: str, key: str) -> bool:
     )
 
 
-def _parts() -> Iterator[_Part]:
-    sections = ("model", "data", "optimizer", "trainer")
-    yield _Part(RUN, "", RunConfig, without=sections)
-    for config_class, model in ((XLSTMConfig, "xLSTM"), (LlamaConfig, "Llama")):
-        yield _Part("model", "model", config_class, without=("parallel",), condition=f"{model} models")
-    for kind, data_class in KINDS.items():
-        yield _Part("data", "data", data_class, condition=f"data_config_type: {kind}")
-    yield _Part("data", "data.prepare", PrepareConfig)
-    yield _Part("optimizer", "optimizer", OptimizerConfig, without=("scheduler",))
-    yield _Part("scheduler", "scheduler", SchedulerConfig)
-    yield _Part("trainer", "trainer", LLMTrainerConfig, without=("logger", "callbacks"))
-    yield _Part("parallel", "parallel", ParallelConfig)
-    yield _Part("logger", "logger", LoggerConfig, without=("log_tools",))
-    yield from _named_parts("logger", "logger.log_tools", LoggerToolsConfig)
-    yield from _named_parts("callbacks", "callbacks", CallbackConfig)
-
-
-def _named_parts(group: str, prefix: str, base: type) -> Iterator[_Part]:
-    """Yield the configs of a list that the settings keep by name: as the packaged choices call them, else `NAME`."""
-    names = {}
-    for file in (GROUPS_FOLDER / group).glob("*.yaml"):
-        for key, value in _flat(yaml.safe_load(file.read_text(encoding="utf-8")) or {}, group):
-            if key.endswith("._target_"):
-                names[resolve_import(value)] = key.removesuffix("._target_")
-    for config_class in _subclasses(base):
-        path = f"{config_class.__module__}.{config_class.__qualname__}"
-        place = names.get(config_class, f"{prefix}.NAME")
-        yield _Part(group, place, config_class, condition=f"_target_: {path}")
-
-
-def _subclasses(base: type) -> list[type]:
-    for package in (xlstm_jax.trainer.callbacks, xlstm_jax.trainer.logger, xlstm_jax.trainer.eval):
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{package.__name__}.{module.name}")
-    found = [each for direct in base.__subclasses__() for each in (direct, *direct.__subclasses__())]
-    return sorted(
-        (each for each in found if each.__module__.startswith("xlstm_jax.")), key=lambda each: each.__qualname__
-    )
-
-
-def _settings_of(part: _Part) -> Iterator[Setting]:
+def _settings_of(part: Part) -> Iterator[Setting]:
     hints, descriptions = typing.get_type_hints(part.config_class), describe_fields(part.config_class)
     source = part.config_class.__name__ + (f" ({part.condition})" if part.condition else "")
     for field in dataclasses.fields(part.config_class):
@@ -162,7 +95,7 @@ def _settings_of(part: _Part) -> Iterator[Setting]:
             continue
         key, hint = f"{part.prefix}.{field.name}".lstrip("."), hints[field.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            yield from _settings_of(_Part(part.group, key, hint, condition=part.condition))
+            yield from _settings_of(Part(part.group, key, hint, condition=part.condition))
             continue
         yield Setting(
             key, source, describe_type(hint), _default(field), descriptions.get(field.name, ""), _choices_that_set(key)
@@ -179,9 +112,9 @@ def describe_fields(config_class: type) -> Mapping[str, str]:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         body = typing.cast("ast.ClassDef", tree).body
         for node, following in zip(body, [*body[1:], None], strict=True):
-            is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-            if is_field and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                found[node.target.id] = " ".join(str(following.value.value).split())
+            match node, following:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
     return found
 
 
@@ -210,7 +143,7 @@ def _default(field: dataclasses.Field) -> str:
         value = field.default
     else:
         return "required"
-    plain = ConfigDict.to_dict(types.SimpleNamespace(value=value))["value"]
+    plain = to_plain(value)
     return plain if isinstance(plain, str) and plain else json.dumps(plain)
 
 
@@ -224,7 +157,7 @@ def _assignments() -> Mapping[str, tuple[str, ...]]:
     for name, file in files.items():
         text = file.read_text(encoding="utf-8")
         is_global = "=" not in name or "# @package _global_" in text
-        for key, _ in _flat(yaml.safe_load(text) or {}, "" if is_global else name.partition("=")[0]):
+        for key, _ in flat_keys(yaml.safe_load(text) or {}, "" if is_global else name.partition("=")[0]):
             found.setdefault(key, []).append("every run" if name == ROOT else name)
     return {key: tuple(names) for key, names in found.items()}
 
@@ -233,11 +166,3 @@ def _choices_that_set(key: str) -> tuple[str, ...]:
     group, _, field = key.partition(".")
     keys = [key, *(f"{group}.{split}.{field}" for split in ("train", "validation") if group == "data")]
     return tuple(dict.fromkeys(name for each in keys for name in _assignments().get(each, ())))
-
-
-def _flat(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        key = f"{prefix}.{name}".lstrip(".")
-        yield key, value
-        if isinstance(value, Mapping):
-            yield from _flat(value, key)
