@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xlstm_jax.configs import ConfigError, nearest
-from xlstm_jax.recipes.build import TARGET
+from xlstm_jax.configs.reader import TARGET
 
 GROUPS_FOLDER = Path(__file__).parent / "groups"
 ROOT = "train"

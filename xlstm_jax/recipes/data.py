@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xlstm_jax.configs import ConfigDict, ConfigError, nearest, refuse_ignored
+from xlstm_jax.configs.reader import build
 from xlstm_jax.dataset.configs import DataConfig, FormalTaskDataConfig, SyntheticDataConfig, TextDataConfig
 from xlstm_jax.dataset.shards.manifest import TOKENIZER_FOLDER
 from xlstm_jax.dataset.sources import registry
 from xlstm_jax.dataset.sources.vocabulary_lookup import given_tokenizer
 from xlstm_jax.import_utils import resolve_import
-from xlstm_jax.recipes.build import build
 from xlstm_jax.recipes.ignored_data import DataSet, Layer, check_layers, check_prepared
 
 KINDS: dict[str, type[DataConfig]] = {

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xlstm_jax.configs import ConfigDict, ConfigError, describe_ignored, nearest, refuse_ignored
+from xlstm_jax.configs.reader import build
 from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary, is_available_offline, is_local
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
 from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary, check_vocabularies
 from xlstm_jax.models.configs import ModelConfig
 from xlstm_jax.models.shared.feedforward import round_up
 from xlstm_jax.planning.setup import Setup
-from xlstm_jax.recipes.build import build
 from xlstm_jax.recipes.data import DataRecipe, PrepareConfig, read_data
 from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.optimizer import OptimizerConfig

@@ -13,11 +13,11 @@ import yaml
 import xlstm_jax.trainer.callbacks
 import xlstm_jax.trainer.eval
 import xlstm_jax.trainer.logger
+from xlstm_jax.configs.reader import TARGET
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.import_utils import dotted_path, resolve_import
 from xlstm_jax.models.llama import LlamaConfig
 from xlstm_jax.models.xlstm import XLSTMConfig
-from xlstm_jax.recipes.build import TARGET
 from xlstm_jax.recipes.compose import choice_files
 from xlstm_jax.recipes.data import KINDS, PrepareConfig
 from xlstm_jax.trainer.callbacks.callback import CallbackConfig

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -17,6 +17,8 @@ from xlstm_jax.trainer.run.trainer_like import TrainerLike
 class CallbackConfig(ConfigDict):
     """When a callback runs."""
 
+    target_example: ClassVar[str] = "xlstm_jax.trainer.callbacks.ModelCheckpointConfig"
+    """Settings have to name the class of a callback: an example of one."""
     every_n_epochs: int = 1
     """Run the filtered hooks of epochs and validations every this many epochs; below 1, never."""
     every_n_steps: int = -1

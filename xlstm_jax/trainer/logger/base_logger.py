@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -23,6 +23,9 @@ LOGGER = logging.getLogger(__name__)
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class LoggerToolsConfig(ConfigDict):
     """Base of the configs of tools."""
+
+    target_example: ClassVar[str] = "xlstm_jax.trainer.logger.FileLoggerConfig"
+    """Settings have to name the class of a tool: an example of one."""
 
     def create(self, logger: "Logger") -> "LoggerTool":
         """Build the tool that this config describes."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from xlstm_jax.configs import ConfigDict, ConfigError
-from xlstm_jax.recipes.build import build
+from xlstm_jax.configs.reader import build
 
 
 @dataclasses.dataclass(kw_only=True)

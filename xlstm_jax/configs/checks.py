@@ -1,0 +1,88 @@
+"""Checks that configs share, and what they declare about their fields."""
+
+import dataclasses
+import math
+import numbers
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from xlstm_jax.configs.errors import ConfigError
+
+MAY_CHANGE = types.MappingProxyType({"may_change_on_resume": True})
+"""Metadata of a field that a resumed run may change: its checkpoints mean the same under another value."""
+FIXED = types.MappingProxyType({"may_change_on_resume": False})
+"""Metadata of a field that a resumed run may not change."""
+
+
+def fixed_settings(config: Any, name: str, *, may_change: bool) -> Iterator[str]:
+    """Yield the settings that a resumed run may not change, by their dotted names.
+
+    Args:
+        config: A dataclass.
+        name: The name of the config among the settings.
+        may_change: Whether fields without a declaration (`MAY_CHANGE` or `FIXED`) may change. A declaration also holds
+            for all fields of a nested config.
+    """
+    for field in dataclasses.fields(config):
+        allowed = field.metadata.get("may_change_on_resume", may_change)
+        value, place = getattr(config, field.name), f"{name}.{field.name}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from fixed_settings(value, place, may_change=allowed)
+        elif not allowed:
+            yield place
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Raise unless a seed is one of those that JAX tells from all others: of larger ones it takes the lower half."""
+    if not -(2**31) <= seed < 2**32:
+        raise ConfigError(f"{name} is {seed}, but must be from -2147483648 to 4294967295.")
+
+
+def describe_ignored(config: Any, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Describe the fields that are changed from their defaults although they have no effect.
+
+    Args:
+        config: A dataclass.
+        reasons: Why fields have no effect, by name: what follows "has no effect" in a sentence.
+
+    Returns:
+        A sentence for each such field, by its name.
+    """
+    defaults = {field.name: _default_of(field) for field in dataclasses.fields(config)}
+    changed = {name: getattr(config, name) for name in reasons if getattr(config, name) != defaults[name]}
+    return {
+        name: f"{name} is {value!r}, but has no effect {reasons[name]}: leave it out, or at {defaults[name]!r}."
+        for name, value in changed.items()
+    }
+
+
+def refuse_ignored(config: Any, reasons: Mapping[str, str]) -> None:
+    """Raise a `ConfigError` for the first field that `describe_ignored` describes."""
+    for sentence in describe_ignored(config, reasons).values():
+        raise ConfigError(sentence)
+
+
+def _default_of(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def check_numbers(config: Any, config_class: type | None = None) -> None:
+    """Raise a `ConfigError` unless every field that is annotated as a number holds a finite one.
+
+    Args:
+        config: The config, a dataclass.
+        config_class: The class whose fields are checked; those of users' subclasses may be as they like. By default,
+            all fields are checked.
+    """
+    for field in dataclasses.fields(config_class or config):
+        kinds = set(typing.get_args(field.type) or (field.type,))
+        value = getattr(config, field.name)
+        if not kinds & {int, float} or not kinds <= {int, float, types.NoneType}:
+            continue
+        if value is None and types.NoneType in kinds:
+            continue
+        wanted, noun = (numbers.Real, "number") if float in kinds else (numbers.Integral, "whole number")
+        if not isinstance(value, wanted) or isinstance(value, bool) or not math.isfinite(value):
+            raise ConfigError(f"{field.name} is {value!r}, but must be a {'finite ' * (float in kinds)}{noun}.")
