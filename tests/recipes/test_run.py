@@ -1,5 +1,6 @@
 """The folder of a run: which one is the latest, and who may train in it."""
 
+import errno
 import os
 from types import SimpleNamespace
 
@@ -41,7 +42,7 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path):
 
 def test_a_file_system_without_locks_does_not_hinder_a_run(tmp_path, monkeypatch):
     def fail(*_):
-        raise OSError("no locks available")
+        raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr("fcntl.flock", fail)
     with locked(tmp_path):

@@ -25,7 +25,7 @@ from processes import is_running, wait_until
 from xlstm_jax.dataset.prepare import writing
 from xlstm_jax.dataset.shards.manifest import read_manifest, write_manifest
 from xlstm_jax.dataset.shards.token_shards import TokenShards, write_shard
-from xlstm_jax.dataset.sources.text_store import lock
+from xlstm_jax.utils.locks import lock
 
 
 def start(*arguments, **environment):

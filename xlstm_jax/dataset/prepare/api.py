@@ -18,9 +18,9 @@ from xlstm_jax.dataset.prepare.tokenizer import train_once
 from xlstm_jax.dataset.prepare.writing import Job, prepare_split
 from xlstm_jax.dataset.shards.manifest import TOKENIZER_FOLDER, Manifest
 from xlstm_jax.dataset.sources.bad_data import OnBadData
-from xlstm_jax.dataset.sources.text_store import lock
 from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER
 from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
+from xlstm_jax.utils.locks import lock
 
 _MEGABYTE = 2**20
 _LOCK_FILE = ".prepare.lock"

@@ -2,8 +2,6 @@
 
 import array
 import contextlib
-import errno
-import fcntl
 import hashlib
 import mmap
 import os
@@ -14,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from xlstm_jax.utils.locks import lock
+
 _PREFIX = "xlstm_jax_texts_"
 _OFFSET_BYTES = 8
-_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
-"""The errors of file systems without locks."""
 
 
 class TextStore:
@@ -101,27 +99,6 @@ class _OwnFile:
             _remove(Path(new), descriptor, os.getpid())
             raise
         weakref.finalize(self, _remove, self.path, descriptor, os.getpid())
-
-
-def lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed.
-
-    Args:
-        descriptor: The file.
-
-    Returns:
-        Whether it is locked; False on file systems without locks.
-
-    Raises:
-        BlockingIOError: Another process holds the lock.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
 
 
 def _remove(path: Path, descriptor: int, owner: int) -> None:
