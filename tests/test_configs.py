@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax.core import FrozenDict
 
-from xlstm_jax.configs import ConfigDict, ConfigError, check_numbers, flat_config
+from xlstm_jax.configs import ConfigDict, ConfigError, check_least, check_numbers, flat_config
 from xlstm_jax.dataset import SyntheticDataConfig
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.trainer.base.config import TrainerConfig
@@ -327,6 +327,12 @@ def test_only_fields_of_the_given_class_are_checked(unchecked_shapes):
         limit: float = None  # pyright: ignore[reportAssignmentType]
 
     check_numbers(Loose(), Numbers)
+
+
+def test_a_number_below_the_least_is_refused_by_its_name():
+    check_least(Numbers(whole=2, optional=None), 2, "whole", "optional")
+    with pytest.raises(ConfigError, match=r"^real is 0\.5, but must be at least 1\.$"):
+        check_least(Numbers(real=0.5), 1, "whole", "real")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from xlstm_jax.configs.checks import (
     FIXED,
     MAY_CHANGE,
+    check_least,
     check_numbers,
     check_seed,
     describe_ignored,
@@ -18,6 +19,7 @@ __all__ = [
     "MAY_CHANGE",
     "ConfigDict",
     "ConfigError",
+    "check_least",
     "check_numbers",
     "check_seed",
     "describe_ignored",

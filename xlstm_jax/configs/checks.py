@@ -86,3 +86,11 @@ def check_numbers(config: Any, config_class: type | None = None) -> None:
         wanted, noun = (numbers.Real, "number") if float in kinds else (numbers.Integral, "whole number")
         if not isinstance(value, wanted) or isinstance(value, bool) or not math.isfinite(value):
             raise ConfigError(f"{field.name} is {value!r}, but must be a {'finite ' * (float in kinds)}{noun}.")
+
+
+def check_least(config: Any, least: int | float, *names: str) -> None:
+    """Raise a `ConfigError` unless fields hold a number of at least `least`, or `None`."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name} is {value}, but must be at least {least}.")

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from xlstm_jax.configs import ConfigError, check_numbers
+from xlstm_jax.configs import ConfigError, check_least, check_numbers
 
 T = TypeVar("T", bound="DataConfig")
 
@@ -36,8 +36,8 @@ class DataConfig:
 
     def __post_init__(self):
         check_numbers(self)
-        _check_least(self, 1, "global_batch_size", "max_target_length")
-        _check_least(self, 0, "data_shuffle_seed")
+        check_least(self, 1, "global_batch_size", "max_target_length")
+        check_least(self, 0, "data_shuffle_seed")
 
     def ignored_fields(self) -> dict[str, str]:
         """Return why fields have no effect given the other fields, by name, for `configs.describe_ignored`."""
@@ -115,8 +115,8 @@ class TextDataConfig(DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_least(self, 0, "worker_count")
-        _check_least(self, 1, "worker_buffer_size", "grain_packing_bin_count", "max_steps_per_epoch")
+        check_least(self, 0, "worker_count")
+        check_least(self, 1, "worker_buffer_size", "grain_packing_bin_count", "max_steps_per_epoch")
         _check_rampup(self.global_batch_size, self.batch_rampup_factors)
         _check_choice(self, "packing", "stream", "first_fit", "none", None)
         _check_choice(self, "on_bad_data", "error", "skip")
@@ -155,7 +155,7 @@ class HFHubDataConfig(TextDataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_least(self, 1, "hf_num_data_processes")
+        check_least(self, 1, "hf_num_data_processes")
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
@@ -172,7 +172,7 @@ class SyntheticDataConfig(DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_least(self, 1, "num_batches", "vocab_size", "mean_document_length")
+        check_least(self, 1, "num_batches", "vocab_size", "mean_document_length")
         if self.mean_document_length is not None and self.vocab_size is None:
             raise ConfigError(
                 f"mean_document_length is {self.mean_document_length}, but rows of zeros are one document each: set "
@@ -200,8 +200,8 @@ class FormalTaskDataConfig(DataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_least(self, 1, "num_batches", "min_length")
-        _check_least(self, self.min_length, "max_length")
+        check_least(self, 1, "num_batches", "min_length")
+        check_least(self, self.min_length, "max_length")
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
@@ -238,7 +238,7 @@ class TextFilesDataConfig(TextDataConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_least(self, 4, "max_document_bytes")  # the bytes of the longest character
+        check_least(self, 4, "max_document_bytes")  # the bytes of the longest character
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
@@ -275,10 +275,3 @@ def _check_choice(config: DataConfig, name: str, *choices: str | None) -> None:
     value = getattr(config, name)
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, choices))}.")
-
-
-def _check_least(config: DataConfig, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name} is {value}, but must be at least {least}.")

@@ -12,7 +12,7 @@ from flax import linen as nn
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.configs import MAY_CHANGE, ConfigDict, ConfigError, check_numbers, refuse_ignored
+from xlstm_jax.configs import MAY_CHANGE, ConfigDict, ConfigError, check_least, check_numbers, refuse_ignored
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.blocks.kind import block_kind
 from xlstm_jax.models.shared.checks import (
@@ -82,7 +82,7 @@ class LanguageModelConfig(ConfigDict):
 
     def _check_sizes(self) -> None:
         """Raise if a field does not have a size that a model can have. Subclasses add their own fields."""
-        check_at_least_1(self, ("vocab_size", "embedding_dim", "num_blocks", "loss_chunk_size"))
+        check_least(self, 1, "vocab_size", "embedding_dim", "num_blocks", "loss_chunk_size")
         check_positive(self, ("norm_eps",))
 
     def _check_combinations(self) -> None:
@@ -116,13 +116,6 @@ class LanguageModelConfig(ConfigDict):
 
 
 C = TypeVar("C", bound=LanguageModelConfig)
-
-
-def check_at_least_1(config: ConfigDict, names: Sequence[str]) -> None:
-    """Raise if a field is below 1."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} is {getattr(config, name)}, but must be at least 1.")
 
 
 def check_positive(config: ConfigDict, names: Sequence[str]) -> None:

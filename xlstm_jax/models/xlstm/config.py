@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from xlstm_jax.configs import MAY_CHANGE, ConfigError
+from xlstm_jax.configs import MAY_CHANGE, ConfigError, check_least
 from xlstm_jax.kernels.mlstm.api import Backend as MLSTMBackend
 from xlstm_jax.kernels.slstm.api import Backend as SLSTMBackend
 from xlstm_jax.models.blocks.kind import block_kind, kinds_for
-from xlstm_jax.models.language_model import LanguageModelConfig, check_at_least_1, check_caps, check_positive
+from xlstm_jax.models.language_model import LanguageModelConfig, check_caps, check_positive
 from xlstm_jax.models.llama.attention import AttentionBackend
 from xlstm_jax.models.llama.layer import AttentionShape
 from xlstm_jax.models.shared.checks import check_heads
@@ -100,13 +100,11 @@ class XLSTMConfig(LanguageModelConfig):
 
     def _check_sizes(self) -> None:
         super()._check_sizes()
-        check_at_least_1(
-            self, ("num_heads", "ffn_round_up", "conv_kernel_size", "qkv_block_size", "chunk_size", "max_state_length")
-        )
+        counts = ("num_heads", "ffn_round_up", "conv_kernel_size", "qkv_block_size", "chunk_size", "max_state_length")
+        check_least(self, 1, *counts)
+        check_least(self, 0, "cell_eps")
         factors = ("qk_dim_factor", "v_dim_factor", "ffn_proj_factor", "up_proj_factor", "slstm_ffn_factor")
         check_positive(self, (*factors, "theta"))
-        if self.cell_eps < 0:
-            raise ConfigError(f"cell_eps is {self.cell_eps}, but must be at least 0.")
         if self.ffn_dim is not None and self.ffn_dim < 1:
             raise ConfigError(f"ffn_dim is {self.ffn_dim}, but must be at least 1, or None to compute it.")
         if self.num_kv_heads is not None and self.num_kv_heads < 1:
