@@ -20,6 +20,7 @@ from xlstm_jax.cli.main import main
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.shards.manifest import read_manifest
 from xlstm_jax.dataset.shards.records import ShardError
+from xlstm_jax.recipes import compose as compose_module
 from xlstm_jax.recipes import run_config
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_config import build_run
@@ -181,6 +182,21 @@ def test_a_wrong_setting_is_one_line_and_leaves_no_folder(folder, capsys):
 def test_data_that_is_not_there_is_one_line(folder, capsys):
     assert main(["train", *TINY, "data.prepare.sources=[none.txt]"]) == 1
     assert "none.txt" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_a_run_is_composed_and_built_once(folder, monkeypatch):
+    composed, built = [], []
+    load, build = compose_module._load, run_config.build_run
+    monkeypatch.setattr(compose_module, "_load", lambda words: composed.append(words) or load(words))
+    monkeypatch.setattr(run_config, "build_run", lambda values: built.append(values) or build(values))
+    monkeypatch.setattr("xlstm_jax.recipes.run.build_run", lambda _: pytest.fail("a run was built again"))
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xlstm_jax.recipes.run.initialize_mesh", stop)
+    assert main(["train", *TINY]) == 130
+    assert (len(composed), len(built)) == (1, 1)
 
 
 def test_the_settings_of_a_run_are_printed_with_references_resolved(folder, capsys):
