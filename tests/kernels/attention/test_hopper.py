@@ -11,14 +11,14 @@ from tolerances import assert_close_by_norm
 
 from xlstm_jax.kernels.attention.api import run_mosaic
 from xlstm_jax.kernels.attention.documents import document_bounds, number_documents, running_max
-from xlstm_jax.kernels.attention.hopper.tiling import HEAD_DIMS, TILINGS, Tiling, Walk
+from xlstm_jax.kernels.attention.hopper.tiling import HEAD_DIMS, TILINGS, KernelTiling, Tiling
 from xlstm_jax.kernels.mosaic_gpu.availability import NEEDED_JAX, hopper_unavailable_reason
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
 on_a_simulated_gpu = pytest.mark.skipif(
     hopper_unavailable_reason() is None, reason="a Hopper GPU runs the kernels themselves"
 )
-NARROW = Tiling(Walk(64, 4, 1), Walk(64, 4, 1), Walk(128, 4, 1))
+NARROW = Tiling(KernelTiling(64, 4, 1), KernelTiling(64, 4, 1), KernelTiling(128, 4, 1))
 """Tiles of other widths than those that are chosen, and rows that are loaded late."""
 NAMES = "outputs", "gradient of queries", "gradient of keys", "gradient of values"
 
@@ -57,7 +57,7 @@ def both(q, k, v, dout, ids, tiling, interpret):
 def test_simulated_kernels_compute_attention_within_documents(monkeypatch, lengths, heads, kv_heads, head_dim, tiling):
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    monkeypatch.setattr("xlstm_jax.kernels.attention.hopper.work.NUM_SMS", 2)  # each has several pieces of work
+    monkeypatch.setattr("xlstm_jax.kernels.mosaic_gpu.schedule.NUM_SMS", 2)  # each has several work items
     ids = ids_of(lengths)
     inputs = draw(*ids.shape, heads, kv_heads, head_dim)
     actual = both(*inputs, jnp.asarray(ids), tiling or TILINGS[head_dim], plgpu.InterpretGPUParams())

@@ -86,8 +86,8 @@ def test_gradients_of_simulated_kernels_are_precise(monkeypatch, record_property
 
     from xlstm_jax.kernels.mlstm.hopper.chunkwise import mlstm_mosaic
 
-    for module in ("items", "tiling"):
-        monkeypatch.setattr(f"xlstm_jax.kernels.mlstm.hopper.{module}.NUM_SMS", 1)
+    for module in ("mosaic_gpu.schedule", "mlstm.hopper.tiling"):
+        monkeypatch.setattr(f"xlstm_jax.kernels.{module}.NUM_SMS", 1)
     tiling, interpret = Tiling(64, 64, chunk_size=128), plgpu.InterpretGPUParams()
 
     def run(q, k, v, igate, fgate):

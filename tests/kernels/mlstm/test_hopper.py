@@ -76,8 +76,8 @@ def test_simulated_kernels_compute_the_reference_and_all_its_gradients(
     dims, num_heads, num_sms, segments, options, monkeypatch
 ):
     spec = ArgSpec(1, 512, num_heads, *dims, igate_mean=4.0, fgate_mean=5.0)
-    for module in ("items", "tiling"):
-        monkeypatch.setattr(f"xlstm_jax.kernels.mlstm.hopper.{module}.NUM_SMS", num_sms)
+    for module in ("mosaic_gpu.schedule", "mlstm.hopper.tiling"):
+        monkeypatch.setattr(f"xlstm_jax.kernels.{module}.NUM_SMS", num_sms)
     monkeypatch.setattr("xlstm_jax.kernels.mlstm.hopper.tiling.SEGMENT_CHUNKS", 1)
     tiling = Tiling(*dims, chunk_size=128)
     assert num_segments(num_heads, tiling, spec.length // tiling.chunk_size) == segments
@@ -97,8 +97,8 @@ WIDE = {"output_stages": 1, "output_slots": 5, "pair_stages": 1, "pair_slots": 3
 )
 def test_long_chunks_are_right_where_shared_memory_is_plenty_and_where_it_is_short(changes, options, monkeypatch):
     spec = ArgSpec(1, 512, 1, 64, 128, igate_mean=4.0, fgate_mean=5.0)
-    for module in ("items", "tiling"):
-        monkeypatch.setattr(f"xlstm_jax.kernels.mlstm.hopper.{module}.NUM_SMS", 1)  # one block has all pieces of work
+    for module in ("mosaic_gpu.schedule", "mlstm.hopper.tiling"):
+        monkeypatch.setattr(f"xlstm_jax.kernels.{module}.NUM_SMS", 1)  # one block has all work items
     for name, value in changes.items():
         monkeypatch.setattr(Tiling, name, value)
     assert_small(simulated(spec, Tiling(64, 128, chunk_size=256), **options), exact(spec, **options))
@@ -120,7 +120,7 @@ def test_results_do_not_depend_on_whether_the_last_state_is_returned(length, opt
 
     from xlstm_jax.kernels.mlstm.hopper.chunkwise import mlstm_mosaic
 
-    monkeypatch.setattr("xlstm_jax.kernels.mlstm.hopper.items.NUM_SMS", 1)  # one block has all pieces of work
+    monkeypatch.setattr("xlstm_jax.kernels.mosaic_gpu.schedule.NUM_SMS", 1)  # one block has all work items
     for name, value in changes.items():
         monkeypatch.setattr(Tiling, name, value)
     spec = ArgSpec(1, length, 2, 64, 128, igate_mean=0.0, fgate_mean=8.0)
@@ -199,7 +199,7 @@ def simulated_gpu(monkeypatch):
 
     monkeypatch.setattr("xlstm_jax.kernels.mlstm.hopper.chunkwise.mlstm_mosaic", run)
     monkeypatch.setattr("xlstm_jax.kernels.mlstm.api.hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr("xlstm_jax.kernels.mlstm.hopper.items.NUM_SMS", 1)
+    monkeypatch.setattr("xlstm_jax.kernels.mosaic_gpu.schedule.NUM_SMS", 1)
 
 
 @needs_mosaic

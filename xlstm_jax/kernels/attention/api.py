@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from xlstm_jax.kernels.attention import packed
 from xlstm_jax.kernels.attention.documents import document_bounds, number_documents
-from xlstm_jax.kernels.attention.hopper.tiling import ROWS, TILINGS, tiling_problem
+from xlstm_jax.kernels.attention.hopper.tiling import TILINGS, tiling_problem
 from xlstm_jax.kernels.mosaic_gpu.availability import hopper_unavailable_reason
+from xlstm_jax.kernels.mosaic_gpu.device import ROWS
 from xlstm_jax.kernels.shared.log_once import log_once
 
 LOGGER = logging.getLogger(__name__)

@@ -1,15 +1,20 @@
 """Logits on Hopper GPUs that need not leave the chip: their sums over the vocabulary, and their gradients.
 
-A block has the features of some tokens and walks over the vocabulary. Each of its two computing warpgroups has half of
-the tokens and multiplies by itself, so that one sums up, or writes, a tile of logits while the other keeps the tensor
-cores busy. Two blocks form a cluster, have other tokens and the same part of the kernel, and load it together.
+Grid        (split of the vocabulary, rows of tokens). A thread block has `ROWS` tokens and runs over its split of the
+            vocabulary. Each of its two computing warpgroups has half of the tokens and multiplies by itself, so that
+            one sums up, or stores, a tile of logits while the other keeps the tensor cores busy.
+Clusters    two thread blocks have other tokens and the same split, and load its tiles of the kernel together.
+Shapes      t tokens, d features, v vocabulary; `_smem` buffers begin with ring stages, and `w` are the two computing
+            warpgroups.
+Ring        `TILE` features of the tokens, and of the kernel for `COLUMNS` logits.
 """
 
+import abc
+import dataclasses
 import functools
 import math
-import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +23,225 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
 from xlstm_jax.kernels.cross_entropy.plain import FARTHEST, KeptLogits
-from xlstm_jax.kernels.cross_entropy.tiling import CLUSTER, COLUMNS, MULTIPLE_OF_TOKENS, ROWS, TILE, num_splits
-from xlstm_jax.kernels.mosaic_gpu.pallas import pl, plgpu
-from xlstm_jax.kernels.mosaic_gpu.ring import MATRIX, ROW, TILED, Ring, cooperate
+from xlstm_jax.kernels.cross_entropy.tiling import CLUSTER, COLUMNS, MULTIPLE_OF_TOKENS, num_splits
+from xlstm_jax.kernels.mosaic_gpu.device import ROWS, TILE
+from xlstm_jax.kernels.mosaic_gpu.launch import launch, specialize_warpgroups
+from xlstm_jax.kernels.mosaic_gpu.pallas import Index, Interpret, Ref, Slice, pl, plgpu
+from xlstm_jax.kernels.mosaic_gpu.ring import Ring
+from xlstm_jax.kernels.mosaic_gpu.tiles import ACCUMULATOR, OPERAND, broadcast_rows, load_rows, zeros
 
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30
 """Below all logits, and finite."""
+
+Carry = tuple[jax.Array, ...]
+"""What a warpgroup carries from tile to tile, one number per token each."""
+AddTile = Callable[[jax.Array, jax.Array, Index, Carry], Carry]
+"""Takes a tile of logits, the ids of its columns in the vocabulary, the first of them, and the carry."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Refs:
+    """The references of the kernels; what one of them does not read or write is `None`."""
+
+    # Inputs in global memory.
+    x: Ref  # [t, d]
+    kernel: Ref  # [d, v]
+    targets: Ref  # [t]
+    log_totals: Ref = None
+    dlosses: Ref = None
+    # Outputs in global memory.
+    largest: Ref = None  # [splits, t]
+    totals: Ref = None
+    target_logits: Ref = None
+    distances: Ref = None  # [t, v]
+    references: Ref = None  # [v / COLUMNS, t]
+    gradients: Ref = None  # [t, v]
+    # Shared memory.
+    x_smem: Ref  # [stages, w, TILE, TILE]
+    kernel_smem: Ref  # [stages, TILE, COLUMNS]
+    staging_smem: Ref = None  # [w, TILE, COLUMNS]
+    # Barriers.
+    full: Ref
+    empty: Ref
+
+
+class _Split(NamedTuple):
+    """The part of the work of a thread block."""
+
+    split: Index
+    block: Index
+    first: Index
+    """Its first tile of the vocabulary."""
+    num_tiles: Index
+
+    def tokens(self, warpgroup: Index) -> Slice:
+        """Return the tokens of a warpgroup."""
+        return pl.ds(self.block * ROWS + warpgroup * TILE, TILE)
+
+
+class _Work(NamedTuple):
+    """The part of the work of a computing warpgroup."""
+
+    part: _Split
+    warpgroup: Index
+    tokens: Slice
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel(abc.ABC):
+    """What the two kernels have in common: their references, and what is known when they are traced."""
+
+    refs: _Refs
+    num_features: int
+    vocab_size: int
+    num_splits: int
+    num_stages: int
+    cap: float | None
+    interpret: Interpret
+
+    @abc.abstractmethod
+    def _compute_tokens(self, work: _Work) -> None:
+        """Compute the results of the tokens of a warpgroup."""
+
+    @property
+    def ring(self) -> Ring:
+        """The ring of tiles."""
+        return Ring(self.num_stages, self.refs.full, self.refs.empty)
+
+    @property
+    def depth(self) -> int:
+        """The steps of the matmul of a tile of logits."""
+        return self.num_features // TILE
+
+    def __call__(self) -> None:
+        """Run a thread block."""
+        split, block = lax.axis_index("split"), lax.axis_index("rows")
+        if not self.interpret:
+            block = block * CLUSTER + lax.axis_index("cluster")
+        num_tiles = -(-self.vocab_size // COLUMNS)
+        tiles_per_split = -(-num_tiles // self.num_splits)
+        first = split * tiles_per_split
+        part = _Split(split, block, first, jnp.minimum(tiles_per_split, num_tiles - first))
+        specialize_warpgroups(
+            2, compute=functools.partial(self._compute, part), load=functools.partial(self._load, part)
+        )
+
+    # The computing warpgroups.
+
+    def _compute(self, part: _Split, warpgroup: Index) -> None:
+        self._compute_tokens(_Work(part, warpgroup, part.tokens(warpgroup)))
+
+    def _for_each_tile(self, work: _Work, add_tile: AddTile, carry: Carry) -> Carry:
+        """Compute all tiles of logits of a warpgroup, call `add_tile` for each, and return the last carry."""
+
+        def tile(n: Index, carry: Carry) -> Carry:
+            acc_shape = plgpu.ACC((TILE, COLUMNS), jnp.float32)
+            logits = pl.run_scoped(functools.partial(self._multiply, work.warpgroup, n * self.depth), acc_shape)
+            if self.cap is not None:
+                # The hyperbolic tangent of the hardware has eleven bits.
+                logits = self.cap - (2.0 * self.cap) / (1.0 + jnp.exp2(logits * (2.0 * LOG2_E / self.cap)))
+            start = (work.part.first + n) * COLUMNS
+            ids = plgpu.broadcasted_iota(jnp.int32, (TILE, COLUMNS), 1, layout=ACCUMULATOR) + start
+            return add_tile(logits, ids, start, carry)
+
+        return lax.fori_loop(0, work.part.num_tiles, tile, carry)
+
+    def _multiply(self, warpgroup: Index, first_tile: Index, acc: Ref) -> jax.Array:
+        """Return the matmul of features and kernel for a tile of logits."""
+        refs = self.refs
+
+        @pl.loop(0, self.depth)
+        def _(n: Index) -> None:
+            stage = self.ring.wait(first_tile + n)
+            plgpu.wgmma(acc, refs.x_smem.at[stage, warpgroup], refs.kernel_smem.at[stage])
+            plgpu.wgmma_wait(1)
+            pl.when(n > 0)(lambda: self.ring.release(first_tile + n - 1))
+
+        logits = acc[...]  # which waits for it
+        self.ring.release(first_tile + self.depth - 1)
+        return logits
+
+    def _store_tile(self, tile: jax.Array, target: Ref) -> None:
+        """Start to store a warpgroup's tile, once the one before has left the staging."""
+        staging = self.refs.staging_smem.at[lax.axis_index("warpgroup")]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = tile.astype(staging.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, target)
+
+    # The warpgroup that loads.
+
+    def _load(self, part: _Split) -> None:
+        refs = self.refs
+
+        @pl.loop(0, part.num_tiles * self.depth)
+        def _(n: Index) -> None:
+            features = pl.ds(lax.rem(n, jnp.int32(self.depth)) * TILE, TILE)
+            columns = pl.ds((part.first + lax.div(n, jnp.int32(self.depth))) * COLUMNS, COLUMNS)
+            own = [(refs.x.at[part.tokens(w), features], refs.x_smem, w) for w in range(2)]
+            shared = [(refs.kernel.at[features, columns], refs.kernel_smem)]
+            if self.interpret:
+                self.ring.fill(n, *own, *shared)
+            else:
+                self.ring.fill(n, *own, shared=shared)
+
+        self.ring.drain(part.num_tiles * self.depth)
+
+
+class _SumsKernel(_Kernel):
+    """The largest logit, the sum of exponentials of logits less that, and the target's logit of each token."""
+
+    def _compute_tokens(self, work: _Work) -> None:
+        refs = self.refs
+        targets = load_rows(refs.targets.at[work.tokens])
+        nothing = zeros(TILE)
+        add_tile = functools.partial(self._add_tile, work.tokens, targets)
+        results = self._for_each_tile(work, add_tile, (nothing + LOWEST, nothing, nothing))
+        for ref, result in zip((refs.largest, refs.totals, refs.target_logits), results, strict=True):
+            ref[work.part.split, work.tokens] = result
+        if refs.distances is not None:
+            plgpu.wait_smem_to_gmem(0)
+
+    def _add_tile(
+        self, tokens: Slice, targets: jax.Array, logits: jax.Array, ids: jax.Array, start: Index, carry: Carry
+    ) -> Carry:
+        refs = self.refs
+        largest, total, target_logit = carry
+        if self.vocab_size % COLUMNS:
+            logits = jnp.where(ids < self.vocab_size, logits, LOWEST)
+        new_largest = jnp.maximum(largest, logits.max(axis=1))
+        distances = logits - broadcast_rows(new_largest, COLUMNS)
+        total = total * jnp.exp2((largest - new_largest) * LOG2_E) + jnp.exp2(distances * LOG2_E).sum(axis=1)
+        target_logit = target_logit + jnp.where(ids == broadcast_rows(targets, COLUMNS), logits, 0.0).sum(axis=1)
+        if refs.distances is not None:
+            target = refs.distances.at[tokens, pl.ds(start, COLUMNS)]
+            self._store_tile(jnp.maximum(distances, FARTHEST), target)
+            refs.references[lax.div(start, jnp.int32(COLUMNS)), tokens] = new_largest
+        return new_largest, total, target_logit
+
+
+class _LogitGradientsKernel(_Kernel):
+    """The gradients of logits before they are capped."""
+
+    def _compute_tokens(self, work: _Work) -> None:
+        refs = self.refs
+        targets, log_totals, dlosses = (
+            load_rows(ref.at[work.tokens]) for ref in (refs.targets, refs.log_totals, refs.dlosses)
+        )
+        shift = log_totals * LOG2_E
+
+        def add_tile(logits: jax.Array, ids: jax.Array, start: Index, carry: Carry) -> Carry:
+            gradients = jnp.exp2(logits * LOG2_E - broadcast_rows(shift, COLUMNS))
+            gradients = jnp.where(ids == broadcast_rows(targets, COLUMNS), gradients - 1.0, gradients)
+            gradients = gradients * broadcast_rows(dlosses, COLUMNS)
+            if self.cap is not None:
+                gradients = gradients * (1.0 - jnp.square(logits * (1.0 / self.cap)))
+            self._store_tile(gradients, refs.gradients.at[work.tokens, pl.ds(start, COLUMNS)])
+            return carry
+
+        self._for_each_tile(work, add_tile, ())
+        plgpu.wait_smem_to_gmem(0)
 
 
 def vocabulary_sums(
@@ -34,7 +251,7 @@ def vocabulary_sums(
     *,
     cap: float | None,
     keep_logits: bool = False,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[tuple[Float[Array, " t"], Float[Array, " t"], Float[Array, " t"]], KeptLogits | None]:
     """Compute the largest logit of each token, the sum of the exponentials of logits less that, and its target's logit.
 
@@ -43,53 +260,30 @@ def vocabulary_sums(
         kernel: The projection to the vocabulary.
         targets: The target of each token; that of one without a target here is outside of the vocabulary.
         cap: Logits are squashed into (-cap, cap); `None` leaves them as they are.
-        keep_logits: Whether to write logits, as distances from the largest of those before them.
+        keep_logits: Whether to store logits, as distances from the largest of those before them.
         interpret: How to simulate a GPU on a CPU.
     """
     num_tokens, vocab_size = x.shape[0], kernel.shape[1]
     splits = num_splits(num_tokens)
-
-    def compute(r: Any, walk: Callable, rows: Any, split: Any) -> None:
-        index = _load_rows(r.targets.at[rows])
-
-        def add_tile(logits: jax.Array, columns: jax.Array, start: Any, carried: Any) -> Any:
-            largest, total, target = carried
-            if vocab_size % COLUMNS:
-                logits = jnp.where(columns < vocab_size, logits, LOWEST)
-            new = jnp.maximum(largest, logits.max(axis=1))
-            distances = logits - _by_row(new)
-            total = total * jnp.exp2((largest - new) * LOG2_E) + jnp.exp2(distances * LOG2_E).sum(axis=1)
-            target = target + jnp.where(columns == _by_row(index), logits, 0.0).sum(axis=1)
-            if keep_logits:
-                _write_tile(r, jnp.maximum(distances, FARTHEST), r.distances.at[rows, pl.ds(start, COLUMNS)])
-                r.references[lax.div(start, jnp.int32(COLUMNS)), rows] = new
-            return new, total, target
-
-        zeros = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROW)
-        results = walk(add_tile, (zeros + LOWEST, zeros, zeros))
-        for ref, result in zip((r.largest, r.totals, r.target_logits), results, strict=True):
-            ref[split, rows] = result
-        if keep_logits:
-            plgpu.wait_smem_to_gmem(0)
-
     shape = jax.ShapeDtypeStruct((splits, num_tokens), jnp.float32)
     outputs = {"largest": shape, "totals": shape, "target_logits": shape}
     if keep_logits:
         outputs["distances"] = jax.ShapeDtypeStruct((num_tokens, vocab_size), jnp.float16)
         outputs["references"] = jax.ShapeDtypeStruct((-(-vocab_size // COLUMNS), num_tokens), jnp.float32)
-    largest, totals, target_logits, *kept = _launch(
+    results = _launch(
+        _SumsKernel,
         "vocabulary_sums_and_logits" if keep_logits else "vocabulary_sums",
-        compute,
         {"x": x, "kernel": kernel, "targets": targets},
         outputs,
         splits=splits,
         cap=cap,
         interpret=interpret,
-        writes=jnp.float16 if keep_logits else None,
+        stored_dtype=jnp.float16 if keep_logits else None,
     )
-    most = jnp.max(largest, axis=0)
-    sums = most, jnp.sum(totals * jnp.exp(largest - most), axis=0), jnp.sum(target_logits, axis=0)
-    return sums, KeptLogits(kept[0], kept[1].T) if kept else None
+    largest = jnp.max(results["largest"], axis=0)
+    total = jnp.sum(results["totals"] * jnp.exp(results["largest"] - largest), axis=0)
+    sums = largest, total, jnp.sum(results["target_logits"], axis=0)
+    return sums, KeptLogits(results["distances"], results["references"].T) if keep_logits else None
 
 
 def logit_gradients(
@@ -100,7 +294,7 @@ def logit_gradients(
     dlosses: Float[Array, " t"],
     *,
     cap: float | None,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> BFloat16[Array, "t v"]:
     """Compute the gradients of logits before they are capped.
 
@@ -113,165 +307,69 @@ def logit_gradients(
         cap: Logits are squashed into (-cap, cap).
         interpret: How to simulate a GPU on a CPU.
     """
-
-    def compute(r: Any, walk: Callable, rows: Any, split: Any) -> None:
-        del split
-        index, log_total, dloss = (_load_rows(ref.at[rows]) for ref in (r.targets, r.log_totals, r.dlosses))
-        shift = log_total * LOG2_E
-
-        def write_tile(logits: jax.Array, columns: jax.Array, start: Any, carried: Any) -> Any:
-            gradients = jnp.exp2(logits * LOG2_E - _by_row(shift))
-            gradients = jnp.where(columns == _by_row(index), gradients - 1.0, gradients) * _by_row(dloss)
-            if cap is not None:
-                gradients = gradients * (1.0 - jnp.square(logits * (1.0 / cap)))
-            _write_tile(r, gradients, r.gradients.at[rows, pl.ds(start, COLUMNS)])
-            return carried
-
-        walk(write_tile, ())
-        plgpu.wait_smem_to_gmem(0)
-
-    (gradients,) = _launch(
+    results = _launch(
+        _LogitGradientsKernel,
         "logit_gradients",
-        compute,
         {"x": x, "kernel": kernel, "targets": targets, "log_totals": log_totals, "dlosses": dlosses},
         {"gradients": jax.ShapeDtypeStruct((x.shape[0], kernel.shape[1]), jnp.bfloat16)},
         splits=num_splits(x.shape[0]),
         cap=cap,
         interpret=interpret,
-        writes=jnp.bfloat16,
+        stored_dtype=jnp.bfloat16,
     )
-    return gradients
+    return results["gradients"]
 
 
 def _launch(
+    kernel: type[_Kernel],
     name: str,
-    compute: Callable[[Any, Callable, Any, Any], None],
     inputs: dict[str, jax.Array],
     outputs: dict[str, jax.ShapeDtypeStruct],
     *,
     splits: int,
     cap: float | None,
-    interpret: Any,
-    writes: DTypeLike | None = None,
-) -> list[jax.Array]:
-    """Run a kernel that walks over the vocabulary.
+    interpret: Interpret,
+    stored_dtype: DTypeLike | None,
+) -> dict[str, jax.Array]:
+    """Run one of the kernels.
 
     Args:
-        name: The name of the kernel.
-        compute: What a warpgroup does, given the references, `walk`, its tokens and which part of the vocabulary it
-            has. `walk(act, carried)` calls `act(logits, columns, start, carried) -> carried` for each tile of logits:
-            where each is in the vocabulary, and where the tile begins.
-        inputs: `x`, `kernel` and what else `compute` reads.
+        kernel: The kernel.
+        name: Its name.
+        inputs: What it reads.
         outputs: What it writes.
         splits: The parts of the vocabulary.
         cap: Logits are squashed into (-cap, cap).
-        interpret: How to simulate a GPU on a CPU; it has no clusters.
-        writes: The precision of tiles that `compute` writes, if it does; they leave from the shared memory `staging`.
+        interpret: How to simulate a GPU on a CPU; the simulation has no clusters.
+        stored_dtype: The precision of tiles that it stores, if it does.
     """
-    (num_tokens, dim), vocab_size = inputs["x"].shape, inputs["kernel"].shape[1]
-    depth, num_tiles = dim // TILE, -(-vocab_size // COLUMNS)
-    tiles_per_split = -(-num_tiles // splits)
-    slots = 4 if writes is None else 3  # tiles of features and of the kernel that are in flight or in use
-    cluster = {} if interpret else {"cluster": (CLUSTER,), "cluster_names": ("cluster",)}
-    empty = {"num_arrivals": 2, "num_barriers": slots}
-    scratch = {
-        "x_tiles": plgpu.SMEM((slots, 2, TILE, TILE), jnp.bfloat16, transforms=TILED),
-        "kernel_tiles": plgpu.SMEM((slots, TILE, COLUMNS), jnp.bfloat16, transforms=TILED),
-        "full": plgpu.Barrier(num_arrivals=3, num_barriers=slots),
-        # What one block loads, it loads for both, so both have to be done with what was there before.
-        "empty": plgpu.Barrier(**empty) if interpret else plgpu.ClusterBarrier(collective_axes=("cluster",), **empty),
-    }
-    if writes is not None:
-        scratch["staging"] = plgpu.SMEM((2, TILE, COLUMNS), writes, transforms=TILED)
-    names = [*inputs, *outputs, *scratch]
-
-    def body(*refs: Any) -> None:
-        r = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
-        ring = Ring(slots, r.full, r.empty)
-        split, block = lax.axis_index("split"), lax.axis_index("rows")
-        if not interpret:
-            block = block * CLUSTER + lax.axis_index("cluster")
-        first = split * tiles_per_split
-        count = jnp.minimum(tiles_per_split, num_tiles - first)
-
-        def rows_of(warpgroup: Any) -> Any:
-            return pl.ds(block * ROWS + warpgroup * TILE, TILE)
-
-        def compute_with(warpgroup: Any) -> None:
-            def multiply(before: Any, accumulator: Any) -> jax.Array:
-                @pl.loop(0, depth)
-                def _(n: Any) -> None:
-                    slot = ring.take(before + n)
-                    plgpu.wgmma(accumulator, r.x_tiles.at[slot, warpgroup], r.kernel_tiles.at[slot])
-                    plgpu.wgmma_wait(1)
-                    pl.when(n > 0)(lambda: ring.give_back(before + n - 1))
-
-                product = accumulator[...]  # which waits for it
-                ring.give_back(before + depth - 1)
-                return product
-
-            def walk(act: Callable, carried: Any) -> Any:
-                def tile(n: Any, carried: Any) -> Any:
-                    accumulator = plgpu.ACC((TILE, COLUMNS), jnp.float32)
-                    logits = pl.run_scoped(functools.partial(multiply, n * depth), accumulator)
-                    if cap is not None:
-                        # The hyperbolic tangent of the hardware has eleven bits.
-                        logits = cap - (2.0 * cap) / (1.0 + jnp.exp2(logits * (2.0 * LOG2_E / cap)))
-                    start = (first + n) * COLUMNS
-                    columns = plgpu.broadcasted_iota(jnp.int32, (TILE, COLUMNS), 1, layout=MATRIX) + start
-                    return act(logits, columns, start, carried)
-
-                return lax.fori_loop(0, count, tile, carried)
-
-            compute(r, walk, rows_of(warpgroup), split)
-
-        def move() -> None:
-            @pl.loop(0, count * depth)
-            def _(n: Any) -> None:
-                features = pl.ds(lax.rem(n, jnp.int32(depth)) * TILE, TILE)
-                columns = pl.ds((first + lax.div(n, jnp.int32(depth))) * COLUMNS, COLUMNS)
-                own = [(r.x.at[rows_of(w), features], r.x_tiles, w) for w in range(2)]
-                shared = [(r.kernel.at[features, columns], r.kernel_tiles)]
-                if interpret:
-                    ring.fill(n, *own, *shared)
-                else:
-                    ring.fill(n, *own, shared=shared)
-
-            ring.drain(count * depth)
-
-        cooperate(2, compute=compute_with, move=move)
-
-    body.__name__ = name
-    blocks_of_rows = num_tokens // ROWS if interpret else num_tokens // MULTIPLE_OF_TOKENS
-    results = plgpu.kernel(
-        body,
-        out_type=list(outputs.values()),
-        grid=(splits, blocks_of_rows),
-        grid_names=("split", "rows"),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=list(scratch.values()),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+    (num_tokens, num_features), vocab_size = inputs["x"].shape, inputs["kernel"].shape[1]
+    num_stages = 4 if stored_dtype is None else 3
+    num_blocks = num_tokens // (ROWS if interpret else MULTIPLE_OF_TOKENS)
+    return launch(
+        lambda refs: kernel(refs, num_features, vocab_size, splits, num_stages, cap, interpret)(),
+        _Refs,
+        name=name,
+        inputs=inputs,
+        outputs=outputs,
+        scratch=_scratch(num_stages, stored_dtype, is_cluster=not interpret),
+        grid={"split": splits, "rows": num_blocks},
+        num_warpgroups=3,
+        cluster=None if interpret else {"cluster": CLUSTER},
         interpret=interpret,
-        **cluster,
-    )(*inputs.values())
-    return list(results)
+    )
 
 
-def _write_tile(r: Any, tile: jax.Array, target: Any) -> None:
-    """Send a warpgroup's tile on its way, once the one before has left the staging."""
-    own = r.staging.at[lax.axis_index("warpgroup")]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    own[...] = tile.astype(own.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(own, target)
-
-
-def _load_rows(ref: Any) -> jax.Array:
-    """Load a number for each token of a warpgroup."""
-    return plgpu.load(ref, layout=ROW, optimized=False)
-
-
-def _by_row(x: jax.Array) -> jax.Array:
-    """Repeat a number of each token over its logits."""
-    return lax.broadcast_in_dim(x, (TILE, COLUMNS), [0])
+def _scratch(num_stages: int, stored_dtype: DTypeLike | None, *, is_cluster: bool) -> dict[str, Any]:
+    """Return the shared memory and the barriers of a thread block."""
+    empty = {"num_arrivals": 2, "num_barriers": num_stages}
+    scratch = {
+        "x_smem": plgpu.SMEM((num_stages, 2, TILE, TILE), jnp.bfloat16, transforms=OPERAND),
+        "kernel_smem": plgpu.SMEM((num_stages, TILE, COLUMNS), jnp.bfloat16, transforms=OPERAND),
+        "full": plgpu.Barrier(num_arrivals=3, num_barriers=num_stages),
+        # What one block of a cluster loads, it loads for both, so both have to have released the stage.
+        "empty": plgpu.ClusterBarrier(collective_axes=("cluster",), **empty) if is_cluster else plgpu.Barrier(**empty),
+    }
+    if stored_dtype is not None:
+        scratch["staging_smem"] = plgpu.SMEM((2, TILE, COLUMNS), stored_dtype, transforms=OPERAND)
+    return scratch

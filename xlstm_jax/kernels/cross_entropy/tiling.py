@@ -1,14 +1,12 @@
 """How the kernels for Hopper GPUs cut logits into tiles: plain numbers, known before anything runs."""
 
-TILE = 64
-"""Tokens of a warpgroup, and features that are multiplied at once."""
-ROWS = 2 * TILE
-"""Tokens of a block."""
+from xlstm_jax.kernels.mosaic_gpu.device import NUM_SMS, ROWS, TILE
+
 COLUMNS = 256
 """Logits of a token that a warpgroup computes at once."""
 CLUSTER = 2
 """Blocks that load the kernel together."""
-NUM_CLUSTERS = 132 // CLUSTER
+NUM_CLUSTERS = NUM_SMS // CLUSTER
 """How many run at once on an H100 or H200."""
 MAX_SPLITS = 8
 ENOUGH = 0.9

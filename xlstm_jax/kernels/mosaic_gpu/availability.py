@@ -1,4 +1,4 @@
-"""Whether the kernels for NVIDIA's Hopper GPUs can run here."""
+"""Whether the kernels for NVIDIA Hopper GPUs can run here."""
 
 import functools
 
@@ -11,7 +11,7 @@ HOPPER = "9.0"
 
 @functools.cache
 def hopper_unavailable_reason() -> str | None:
-    """Return why kernels written for Hopper GPUs cannot run here, or `None` where they can."""
+    """Return why kernels for Hopper GPUs cannot run here, or `None` if they can."""
     if jax.default_backend() != "gpu":
         return f"this {jax.default_backend().upper()} is no Hopper GPU"
     if getattr(jax.devices()[0], "compute_capability", None) != HOPPER:
@@ -22,5 +22,5 @@ def hopper_unavailable_reason() -> str | None:
 
 
 def has_needed_jax() -> bool:
-    """Tell whether the JAX of a run on Hopper GPUs has the kernels: this one, unless it is only planned on a CPU."""
+    """Return whether JAX is new enough for the kernels; a run that is only planned, on a CPU, may use another JAX."""
     return jax.__version_info__ >= NEEDED_JAX or jax.default_backend() != "gpu"

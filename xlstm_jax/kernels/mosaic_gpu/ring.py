@@ -1,113 +1,92 @@
-"""What kernels for Hopper GPUs that multiply have in common: layouts, a ring of tiles in shared memory, roles."""
+"""A ring of stages in shared memory, between the warpgroup that loads tiles and those that compute with them."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xlstm_jax.kernels.mosaic_gpu.pallas import pl, plgpu
-
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-"""How an operand of a matrix product has to lie in shared memory."""
-MATRIX = plgpu.Layout.WGMMA
-"""Where the numbers of an accumulator are among the threads of a warpgroup."""
-ROW = plgpu.Layout.WGMMA.reduce(1)
-"""One number for each row of an accumulator."""
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
-"""One number for each column of an accumulator."""
-
-COMPUTING_REGISTERS, MOVING_REGISTERS = 240, 24
+from xlstm_jax.kernels.mosaic_gpu.pallas import Index, Ref, pl, plgpu
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Slots of shared memory that one warpgroup fills and the computing ones empty, in one order.
+    """A ring of shared-memory stages that one warpgroup fills and the computing warpgroups release, in one order.
 
-    Tiles are counted from the start of a block, and the n-th tile is in slot `n % slots`. Every computing warpgroup
-    takes every tile, also those that it does not need: barriers count arrivals.
+    Tiles are numbered from the start of a thread block, and tile `n` is in stage `n % num_stages`. Every computing
+    warpgroup waits for and releases every tile, also those that it does not use: barriers count arrivals.
     """
 
-    slots: int
-    full: Any
-    empty: Any
+    num_stages: int
+    full: Ref
+    empty: Ref
 
-    def slot(self, n: Any) -> jax.Array:
-        """Return the slot of a tile."""
-        return lax.rem(jnp.int32(n), jnp.int32(self.slots))
+    def stage(self, n: Index) -> jax.Array:
+        """Return the stage of a tile."""
+        return lax.rem(jnp.int32(n), jnp.int32(self.num_stages))
 
-    def fill(self, n: Any, *copies: tuple[Any, ...], shared: Sequence[tuple[Any, ...]] = ()) -> None:
-        """Copy what belongs to a tile from device memory, once its slot is free.
+    def fill(self, n: Index, *copies: tuple[Ref, ...], shared: Sequence[tuple[Ref, ...]] = ()) -> None:
+        """Start the copies of a tile from global memory, once its stage is empty.
 
         Args:
             n: The number of the tile.
-            *copies: Where each part comes from, the view whose slot it goes to, and where in the slot that is.
-            shared: Such parts that all blocks of a cluster, the axis `cluster`, need and load together.
+            *copies: The source of each part, the buffer whose first axis is stages, and an index into the stage.
+            shared: The same for parts that all blocks of a cluster, the axis `cluster`, need and load together.
         """
-        slot = self._free(n)
+        stage = self._wait_until_empty(n)
         for parts, options in ((copies, {}), (shared, {"collective_axes": "cluster"})):
-            for source, view, *index in parts:
-                plgpu.copy_gmem_to_smem(source, view.at[(slot, *index)], self.full.at[slot], **options)
+            for source, buffer, *index in parts:
+                plgpu.copy_gmem_to_smem(source, buffer.at[(stage, *index)], self.full.at[stage], **options)
 
-    def reserve(self, n: Any) -> None:
-        """Leave the place of a tile to the warpgroups that take it, once its slot is free."""
-        plgpu.barrier_arrive(self.full.at[self._free(n)])
+    def reserve(self, n: Index) -> None:
+        """Hand the empty stage of a tile to the computing warpgroups, which write to it."""
+        plgpu.barrier_arrive(self.full.at[self._wait_until_empty(n)])
 
-    def _free(self, n: Any) -> jax.Array:
-        """Wait until the slot of a tile is free, and return it."""
-        slot = self.slot(n)
+    def _wait_until_empty(self, n: Index) -> jax.Array:
+        """Wait until the stage of a tile is empty, and return it."""
+        stage = self.stage(n)
 
-        @pl.when(n >= self.slots)
+        @pl.when(n >= self.num_stages)
         def _() -> None:
-            plgpu.barrier_wait(self.empty.at[slot])
+            plgpu.barrier_wait(self.empty.at[stage])
 
-        return slot
+        return stage
 
-    def take(self, n: Any) -> jax.Array:
-        """Wait until a tile is there, and return its slot."""
-        slot = self.slot(n)
-        plgpu.barrier_wait(self.full.at[slot])
-        return slot
+    def wait(self, n: Index) -> jax.Array:
+        """Wait until a tile is loaded, and return its stage."""
+        stage = self.stage(n)
+        plgpu.barrier_wait(self.full.at[stage])
+        return stage
 
-    def give_back(self, n: Any) -> None:
-        """Say that this warpgroup does not need a tile any longer."""
-        plgpu.barrier_arrive(self.empty.at[self.slot(n)])
+    def release(self, n: Index) -> None:
+        """Release a tile: this warpgroup no longer needs it."""
+        plgpu.barrier_arrive(self.empty.at[self.stage(n)])
 
-    def drain(self, count: Any) -> None:
-        """Wait until all `count` tiles were given back.
+    def skip(self, n: Index) -> None:
+        """Wait for and release a tile that only the other warpgroup uses."""
+        self.wait(n)
+        self.release(n)
 
-        The simulation of a GPU insists on it, and a block of a cluster must not end before the others told it so.
+    def drain(self, count: Index) -> None:
+        """Wait until all `count` tiles are released.
+
+        The simulated GPU requires it, and a block of a cluster must not exit while others still arrive at its barriers.
         """
-        for offset in range(self.slots):
+        for offset in range(self.num_stages):
 
             @pl.when(offset < count)
-            def _(slot: Any = offset) -> None:
-                plgpu.barrier_wait(self.empty.at[slot])
+            def _(stage: int = offset) -> None:
+                plgpu.barrier_wait(self.empty.at[stage])
 
 
 def ring_barriers(
-    slots: int, num_warpgroups: int, copies: int = 1, names: tuple[str, str] = ("full", "empty")
+    num_stages: int, num_warpgroups: int, copies: int = 1, names: tuple[str, str] = ("full", "empty")
 ) -> dict[str, Any]:
-    """Return the barriers of a ring whose tiles consist of some copies each."""
+    """Return the barriers of a ring whose tiles consist of several copies each."""
     full, empty = names
     return {
-        full: plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
-        empty: plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=slots),
+        full: plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages),
+        empty: plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
     }
-
-
-def cooperate(num_warpgroups: int, *, compute: Callable[[Any], None], move: Callable[[], None]) -> None:
-    """Give the computing warpgroups most registers and their work, and the last one that of moving data."""
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup < num_warpgroups)
-    def _() -> None:
-        plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
-        compute(warpgroup)
-
-    @pl.when(warpgroup == num_warpgroups)
-    def _() -> None:
-        plgpu.set_max_registers(MOVING_REGISTERS, action="decrease")
-        move()

@@ -1,4 +1,4 @@
-"""What `auto` picks is said, but once."""
+"""Log each choice of `auto` once."""
 
 import functools
 import logging

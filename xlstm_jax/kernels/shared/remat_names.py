@@ -1,4 +1,4 @@
-"""Names for what is kept for the backward pass: with them, rematerialisation can keep it too."""
+"""Names of residuals, by which policies of `jax.checkpoint` save them instead of recomputing them."""
 
 from typing import TypeVar
 
@@ -7,14 +7,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 KEPT = "kept by a kernel"
 SMALL = "small, and much work to compute"
-"""What is kept even where all else is computed again."""
+"""Residuals that are saved even where all others are recomputed."""
 OPERAND = "operand of the last product of a branch"
 STREAM = "residual stream after a branch"
-"""Kept in place of the branch's last product, so that the sum is not computed again."""
+"""Saved instead of the branch's last matmul, so that the sum is not recomputed."""
 
 Tree = TypeVar("Tree")
 
 
 def keep(tree: Tree, name: str = KEPT) -> Tree:
-    """Give the arrays of a tree a name by which a policy of `jax.checkpoint` can save them."""
+    """Name the arrays of a tree, so that a policy of `jax.checkpoint` can save them."""
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)

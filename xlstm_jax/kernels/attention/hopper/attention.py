@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from xlstm_jax.kernels.attention.hopper.keys import compute_key_gradients
+from xlstm_jax.kernels.attention.hopper.key_gradients import compute_key_gradients
 from xlstm_jax.kernels.attention.hopper.outputs import compute_outputs, compute_query_gradients
 from xlstm_jax.kernels.attention.hopper.tiling import Tiling
 from xlstm_jax.kernels.shared.remat_names import keep

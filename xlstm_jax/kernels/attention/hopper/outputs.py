@@ -1,37 +1,287 @@
 """The outputs of attention within documents, and with other roles the gradients of its queries.
 
-A block has the queries of `ROWS` positions of a head and walks over the tiles of keys from the document of its first
-position on to itself. In between, tiles that all positions of a warpgroup see whole need no mask.
+Grid        persistent thread blocks; a work item is the queries of `ROWS` positions of a head. It runs over the tiles
+            of keys from the document of its first position to its own positions. Tiles in between that all positions of
+            a warpgroup see need no mask.
+Shapes      b batch, s positions, hq heads of queries, hk heads of keys and values, d head size, c columns of a tile;
+            `_smem` buffers begin with ring stages, and `w` are the two computing warpgroups.
+Rings       `items` holds what a work item keeps: queries, whose place the results take on their way out, and for their
+            gradients those of the outputs. `tiles` streams keys and values, in turn.
 """
 
+import abc
+import dataclasses
 import functools
 import math
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from xlstm_jax.kernels.attention.hopper.tiling import ROWS, TILE, Walk
-from xlstm_jax.kernels.attention.hopper.work import (
-    Piece,
-    Pieces,
-    add_product,
-    by_row,
+from xlstm_jax.kernels.attention.hopper.schedule import Schedule, WorkItem
+from xlstm_jax.kernels.attention.hopper.tiling import KernelTiling
+from xlstm_jax.kernels.mosaic_gpu.device import ROWS, TILE
+from xlstm_jax.kernels.mosaic_gpu.launch import launch, run_once, specialize_warpgroups
+from xlstm_jax.kernels.mosaic_gpu.pallas import Index, Interpret, Ref, pl, plgpu
+from xlstm_jax.kernels.mosaic_gpu.ring import Ring, ring_barriers
+from xlstm_jax.kernels.mosaic_gpu.tiles import (
+    OPERAND,
+    add_matmuls,
+    broadcast_rows,
     load_rows,
+    matmuls,
     positions,
-    products,
     zeros,
 )
-from xlstm_jax.kernels.mlstm.hopper.tiles import launch
-from xlstm_jax.kernels.mosaic_gpu.pallas import pl, plgpu
-from xlstm_jax.kernels.mosaic_gpu.ring import TILED, Ring, cooperate, ring_barriers
 
 LOG2_E = math.log2(math.e)
 LOWEST, FLOOR = -1e30, -1e20
-"""Scores that are masked, and the least number to count from: far above the former, and below all other scores."""
+"""Masked scores, and the initial maximum: far above the former, and below all other scores."""
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+"""What a warpgroup carries from tile to tile: an accumulator, and two numbers per row."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Refs:
+    """The references of the kernels; what one of them does not read or write is `None`."""
+
+    # Inputs in global memory.
+    q: Ref  # [b, s, hq, d]
+    dout: Ref = None
+    k: Ref  # [b, s, hk, d]
+    v: Ref
+    starts: Ref  # [b, s]
+    begin_tiles: Ref  # [b, s / ROWS]
+    full_begin_tiles: Ref  # [b, s / TILE]
+    delta: Ref = None  # [b, hq, s]
+    # Outputs in global memory; `log_totals` is an input of the gradients.
+    result: Ref  # [b, s, hq, d]
+    log_totals: Ref  # [b, hq, s]
+    # Shared memory.
+    q_smem: Ref  # [stages, w, TILE, d]
+    dout_smem: Ref = None
+    starts_smem: Ref  # [stages, ROWS]
+    tiles_smem: Ref  # [stages, c, d]
+    # Barriers.
+    items_full: Ref
+    items_empty: Ref
+    tiles_full: Ref
+    tiles_empty: Ref
+
+
+class _Work(NamedTuple):
+    """A work item of one computing warpgroup."""
+
+    item: WorkItem
+    warpgroup: Index
+    stage: Index
+    first_tile: Index
+    """The number of its first tile in the ring."""
+    begin: Index
+    """The tiles of keys that it runs over, the first one without a mask, and those of its own positions."""
+    full_begin: Index
+    diagonal: Index
+    row_starts: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel(abc.ABC):
+    """What the two kernels have in common: their references, and what is known when they are traced."""
+
+    refs: _Refs
+    schedule: Schedule
+    tiling: KernelTiling
+    group_size: int
+    """Heads of queries for each head of keys."""
+    head_dim: int
+    scale: float
+    interpret: Interpret
+
+    @abc.abstractmethod
+    def _start(self, work: _Work) -> Carry:
+        """Return the carry before the first tile."""
+
+    @abc.abstractmethod
+    def _add_tile(self, work: _Work, n: Index, carry: Carry, *, masked: bool) -> Carry:
+        """Add what comes from a tile of keys."""
+
+    @abc.abstractmethod
+    def _result(self, work: _Work, carry: Carry) -> jax.Array:
+        """Return the rows of the result."""
+
+    @property
+    def items(self) -> Ring:
+        """The ring of what work items keep."""
+        return Ring(self.tiling.stages, self.refs.items_full, self.refs.items_empty)
+
+    @property
+    def tiles(self) -> Ring:
+        """The ring of tiles."""
+        return Ring(self.tiling.slots, self.refs.tiles_full, self.refs.tiles_empty)
+
+    def __call__(self) -> None:
+        """Run all work items of a thread block."""
+        specialize_warpgroups(2, compute=self._compute, load=self._load)
+
+    def _diagonal(self, item: WorkItem, warpgroup: Index) -> Index:
+        """Return the tile of keys at the positions of a warpgroup: the last one that it sees."""
+        return lax.div(item.start(warpgroup), jnp.int32(self.tiling.columns))
+
+    # The computing warpgroups.
+
+    def _compute(self, warpgroup: Index) -> None:
+        self.schedule.run(functools.partial(self._compute_item, warpgroup))
+        self._finish_stores(self.schedule.num_turns - 1)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _finish_stores(self, turn: Index) -> None:
+        """Wait until the results of a work item have left shared memory."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.items.release(turn)
+
+    def _compute_item(self, warpgroup: Index, turn: Index, first_tile: Index) -> Index:
+        if self.tiling.stages == 1:
+            pl.when(turn > 0)(lambda: self._finish_stores(turn - 1))
+        work = self._wait_for_item(warpgroup, turn, first_tile)
+        item, begin, full_begin, diagonal = work.item, work.begin, work.full_begin, work.diagonal
+        carry = self._start(work)
+        masked, full = (functools.partial(self._add_tile, work, masked=masked) for masked in (True, False))
+        carry = lax.fori_loop(begin, full_begin, masked, carry)
+        if self.tiling.stages > 1:
+            pl.when(turn > 0)(lambda: self._finish_stores(turn - 1))
+        carry = lax.fori_loop(full_begin, diagonal, full, carry)
+        carry = masked(diagonal, carry)
+        count = self._diagonal(item, 1) - begin + 1
+
+        @pl.when(diagonal - begin + 1 < count)
+        def _() -> None:  # the last tiles are for the other warpgroup
+            for n in range(2):
+                self.tiles.skip(first_tile + 2 * (count - 1) + n)
+
+        result = self._result(work, carry)
+        staging = self.refs.q_smem.at[work.stage, warpgroup]
+        staging[...] = result.astype(staging.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, self.refs.result.at[item.batch, item.rows(warpgroup), item.head])
+        return first_tile + 2 * count
+
+    def _wait_for_item(self, warpgroup: Index, turn: Index, first_tile: Index) -> _Work:
+        refs, item = self.refs, self.schedule.item(turn)
+        begin = refs.begin_tiles[item.batch, item.part]
+        full_begin = refs.full_begin_tiles[item.batch, 2 * item.part + warpgroup]
+        diagonal = self._diagonal(item, warpgroup)
+        stage = self.items.wait(turn)
+        row_starts = load_rows(refs.starts_smem.at[stage, pl.ds(warpgroup * TILE, TILE)])
+        return _Work(item, warpgroup, stage, first_tile, begin, full_begin, diagonal, row_starts)
+
+    def _mask(self, work: _Work, n: Index) -> jax.Array:
+        """Return which rows see which columns of a tile."""
+        columns = self.tiling.columns
+        key = positions(n * columns, columns, 1)
+        query = positions(work.item.start(work.warpgroup), columns, 0)
+        return (key >= broadcast_rows(work.row_starts, columns)) & (key <= query)
+
+    # The warpgroup that loads.
+
+    def _load(self) -> None:
+        count = self.schedule.run(self._load_item)
+        if self.interpret:
+            self.tiles.drain(count)
+            self.items.drain(self.schedule.num_turns)
+
+    def _load_item(self, turn: Index, first_tile: Index) -> Index:
+        refs, columns, item = self.refs, self.tiling.columns, self.schedule.item(turn)
+        kept = [(refs.q, refs.q_smem)]
+        if refs.dout is not None:
+            kept.append((refs.dout, refs.dout_smem))
+        copies: list[tuple[Any, ...]] = [
+            (ref.at[item.batch, item.rows(w), item.head], buffer, w) for ref, buffer in kept for w in range(2)
+        ]
+        copies.append((refs.starts.at[item.batch, pl.ds(item.part * ROWS, ROWS)], refs.starts_smem))
+        self.items.fill(turn, *copies)
+        begin = refs.begin_tiles[item.batch, item.part]
+        count = self._diagonal(item, 1) - begin + 1
+        kv_head = lax.div(item.head, jnp.int32(self.group_size))
+
+        @pl.loop(0, count)
+        def _(n: Index) -> None:
+            rows = pl.ds((begin + n) * columns, columns)
+            for offset, ref in enumerate((refs.k, refs.v)):
+                self.tiles.fill(first_tile + 2 * n + offset, (ref.at[item.batch, rows, kv_head], refs.tiles_smem))
+
+        return first_tile + 2 * count
+
+
+class _OutputsKernel(_Kernel):
+    """Flash attention: the carry is the outputs times their sum of weights, the largest exponent and that sum."""
+
+    def _start(self, work: _Work) -> Carry:
+        del work
+        return zeros(TILE, self.head_dim), zeros(TILE) + FLOOR, zeros(TILE)
+
+    def _add_tile(self, work: _Work, n: Index, carry: Carry, *, masked: bool) -> Carry:
+        refs, columns, factor = self.refs, self.tiling.columns, self.scale * LOG2_E
+        total, largest, weight_sum = carry
+        tile = work.first_tile + 2 * (n - work.begin)
+        q_tile, k_tile = refs.q_smem.at[work.stage, work.warpgroup], refs.tiles_smem.at[self.tiles.wait(tile)]
+        (scores,) = matmuls((q_tile, k_tile.transpose((1, 0))), num_columns=columns)
+        self.tiles.release(tile)
+        if masked:
+            scores = jnp.where(self._mask(work, n), scores, LOWEST)
+        new_largest = jnp.maximum(largest, scores.max(axis=1) * factor)
+        weights = jnp.exp2(scores * factor - broadcast_rows(new_largest, columns))
+        rescale = jnp.exp2(largest - new_largest)
+        weight_sum = weight_sum * rescale + weights.sum(axis=1)
+        total = total * broadcast_rows(rescale, self.head_dim)
+        v_tile = refs.tiles_smem.at[self.tiles.wait(tile + 1)]
+        (total,) = add_matmuls((total,), weights.astype(jnp.bfloat16), [v_tile], self.interpret)
+        self.tiles.release(tile + 1)
+        return total, new_largest, weight_sum
+
+    def _result(self, work: _Work, carry: Carry) -> jax.Array:
+        item, (total, largest, weight_sum) = work.item, carry
+        log_total = largest + jnp.log2(weight_sum)
+        self.refs.log_totals[item.batch, item.head, item.rows(work.warpgroup)] = log_total
+        return total * broadcast_rows(1.0 / weight_sum, self.head_dim)
+
+
+class _QueryGradientsKernel(_Kernel):
+    """The carry is the gradients of queries, and as they were the logarithms of the sums of weights and `delta`."""
+
+    def _start(self, work: _Work) -> Carry:
+        item = work.item
+        log_total, delta = (
+            load_rows(ref.at[item.batch, item.head, item.rows(work.warpgroup)])
+            for ref in (self.refs.log_totals, self.refs.delta)
+        )
+        return zeros(TILE, self.head_dim), log_total, delta
+
+    def _add_tile(self, work: _Work, n: Index, carry: Carry, *, masked: bool) -> Carry:
+        refs, columns = self.refs, self.tiling.columns
+        total, log_total, delta = carry
+        tile = work.first_tile + 2 * (n - work.begin)
+        k_tile = refs.tiles_smem.at[self.tiles.wait(tile)]
+        v_tile = refs.tiles_smem.at[self.tiles.wait(tile + 1)]
+        scores, dweights = matmuls(
+            (refs.q_smem.at[work.stage, work.warpgroup], k_tile.transpose((1, 0))),
+            (refs.dout_smem.at[work.stage, work.warpgroup], v_tile.transpose((1, 0))),
+            num_columns=columns,
+        )
+        self.tiles.release(tile + 1)
+        weights = jnp.exp2(scores * (self.scale * LOG2_E) - broadcast_rows(log_total, columns))
+        if masked:
+            weights = jnp.where(self._mask(work, n), weights, 0.0)
+        dscores = weights * (dweights - broadcast_rows(delta, columns))
+        (total,) = add_matmuls((total,), dscores.astype(jnp.bfloat16), [k_tile], self.interpret)
+        self.tiles.release(tile)
+        return total, log_total, delta
+
+    def _result(self, work: _Work, carry: Carry) -> jax.Array:
+        del work
+        return carry[0] * self.scale
 
 
 def compute_outputs(
@@ -39,10 +289,10 @@ def compute_outputs(
     k: Float[Array, "b s hk d"],
     v: Float[Array, "b s hk d"],
     starts: Int[Array, "b s"],
-    walk: Walk,
+    tiling: KernelTiling,
     *,
     scale: float,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[Float[Array, "b s hq d"], Float[Array, "b hq s"]]:
     """Compute the outputs, and the base-2 logarithms of the sums of exponentials that they are divided by.
 
@@ -51,51 +301,24 @@ def compute_outputs(
         k: Keys, bfloat16.
         v: Values, bfloat16.
         starts: The first position that each position sees; the last one is itself.
-        walk: The tiles.
-        scale: Multiplies the products of queries and keys; above zero.
+        tiling: The tiles.
+        scale: Multiplies the inner products of queries and keys; above zero.
         interpret: How to simulate a GPU on a CPU.
     """
-    b, s, heads, d = q.shape
-    factor = scale * LOG2_E
-
-    def begin(r: SimpleNamespace, piece: Piece, stage: Any, warpgroup: Any) -> Any:
-        del r, piece, stage, warpgroup
-        return zeros(TILE, d), zeros(TILE) + FLOOR, zeros(TILE)
-
-    def step(r: SimpleNamespace, stage: Any, warpgroup: Any, tiles: Any, mask: Any, carried: Any) -> Any:
-        total, largest, sums = carried
-        (scores,) = products((r.queries.at[stage, warpgroup], tiles.keys().transpose((1, 0))), columns=walk.columns)
-        tiles.give_keys_back()
-        if mask is not None:
-            scores = jnp.where(mask(), scores, LOWEST)
-        new = jnp.maximum(largest, scores.max(axis=1) * factor)
-        weights = jnp.exp2(scores * factor - by_row(new, walk.columns))
-        change = jnp.exp2(largest - new)
-        sums = sums * change + weights.sum(axis=1)
-        total = add_product(total * by_row(change, d), weights, tiles.values(), interpret)
-        tiles.give_values_back()
-        return total, new, sums
-
-    def end(r: SimpleNamespace, piece: Piece, warpgroup: Any, carried: Any) -> jax.Array:
-        total, largest, sums = carried
-        r.log_totals[piece.batch, piece.head, piece.rows(warpgroup)] = largest + jnp.log2(sums)
-        return total * by_row(1.0 / sums, d)
-
-    results = _walk_over_keys(
+    b, s, num_heads, _ = q.shape
+    results = _launch(
+        _OutputsKernel,
         "document_attention",
-        begin,
-        step,
-        end,
-        rows={"queries": q},
-        k=k,
-        v=v,
-        starts=starts,
-        outputs={
+        {"q": q},
+        (k, v, starts),
+        {},
+        {
             "result": jax.ShapeDtypeStruct(q.shape, q.dtype),
-            "log_totals": jax.ShapeDtypeStruct((b, heads, s), jnp.float32),
+            "log_totals": jax.ShapeDtypeStruct((b, num_heads, s), jnp.float32),
         },
-        walk=walk,
-        interpret=interpret,
+        tiling,
+        scale,
+        interpret,
     )
     return results["result"], results["log_totals"]
 
@@ -108,10 +331,10 @@ def compute_query_gradients(
     log_totals: Float[Array, "b hq s"],
     delta: Float[Array, "b hq s"],
     starts: Int[Array, "b s"],
-    walk: Walk,
+    tiling: KernelTiling,
     *,
     scale: float,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Float[Array, "b s hq d"]:
     """Compute the gradients of queries.
 
@@ -121,242 +344,85 @@ def compute_query_gradients(
         v: Values, bfloat16.
         dout: The gradients of the outputs, bfloat16.
         log_totals: What `compute_outputs` returned.
-        delta: The product of each output and its gradient.
+        delta: The inner product of each output and its gradient.
         starts: The first position that each position sees.
-        walk: The tiles.
-        scale: Multiplies the products of queries and keys.
+        tiling: The tiles.
+        scale: Multiplies the inner products of queries and keys.
         interpret: How to simulate a GPU on a CPU.
     """
-    d, factor = q.shape[-1], scale * LOG2_E
-
-    def begin(r: SimpleNamespace, piece: Piece, stage: Any, warpgroup: Any) -> Any:
-        del stage
-        log_total, of_row = (
-            load_rows(ref.at[piece.batch, piece.head, piece.rows(warpgroup)]) for ref in (r.log_totals, r.delta)
-        )
-        return zeros(TILE, d), log_total, of_row
-
-    def step(r: SimpleNamespace, stage: Any, warpgroup: Any, tiles: Any, mask: Any, carried: Any) -> Any:
-        total, log_total, of_row = carried
-        keys, values = tiles.keys(), tiles.values()
-        scores, dweights = products(
-            (r.queries.at[stage, warpgroup], keys.transpose((1, 0))),
-            (r.douts.at[stage, warpgroup], values.transpose((1, 0))),
-            columns=walk.columns,
-        )
-        tiles.give_values_back()
-        weights = jnp.exp2(scores * factor - by_row(log_total, walk.columns))
-        if mask is not None:
-            weights = jnp.where(mask(), weights, 0.0)
-        total = add_product(total, weights * (dweights - by_row(of_row, walk.columns)), keys, interpret)
-        tiles.give_keys_back()
-        return total, log_total, of_row
-
-    def end(r: SimpleNamespace, piece: Piece, warpgroup: Any, carried: Any) -> jax.Array:
-        del r, piece, warpgroup
-        return carried[0] * scale
-
-    results = _walk_over_keys(
+    results = _launch(
+        _QueryGradientsKernel,
         "document_attention_query_gradients",
-        begin,
-        step,
-        end,
-        rows={"queries": q, "douts": dout},
-        k=k,
-        v=v,
-        starts=starts,
-        vectors={"log_totals": log_totals, "delta": delta},
-        outputs={"result": jax.ShapeDtypeStruct(q.shape, q.dtype)},
-        walk=walk,
-        interpret=interpret,
+        {"q": q, "dout": dout},
+        (k, v, starts),
+        {"log_totals": log_totals, "delta": delta},
+        {"result": jax.ShapeDtypeStruct(q.shape, q.dtype)},
+        tiling,
+        scale,
+        interpret,
     )
     return results["result"]
 
 
-class _Tiles:
-    """The keys and values of a step, which a warpgroup waits for when it asks for them."""
-
-    def __init__(self, ring: Ring, tiles: Any, number: Any) -> None:
-        self.ring, self.tiles, self.number = ring, tiles, number
-
-    def keys(self) -> Any:
-        """Return the keys."""
-        return self.tiles.at[self.ring.take(self.number)]
-
-    def values(self) -> Any:
-        """Return the values."""
-        return self.tiles.at[self.ring.take(self.number + 1)]
-
-    def give_keys_back(self) -> None:
-        """Say that the keys are not needed any longer."""
-        self.ring.give_back(self.number)
-
-    def give_values_back(self) -> None:
-        """Say that the values are not needed any longer."""
-        self.ring.give_back(self.number + 1)
-
-
-def _walk_over_keys(
+def _launch(
+    kernel: type[_Kernel],
     name: str,
-    begin: Any,
-    step: Any,
-    end: Any,
-    *,
-    rows: dict[str, jax.Array],
-    k: jax.Array,
-    v: jax.Array,
-    starts: jax.Array,
-    vectors: dict[str, jax.Array] | None = None,
+    kept: dict[str, jax.Array],
+    keys: tuple[jax.Array, jax.Array, jax.Array],
+    vectors: dict[str, jax.Array],
     outputs: dict[str, jax.ShapeDtypeStruct],
-    walk: Walk,
-    interpret: Any,
+    tiling: KernelTiling,
+    scale: float,
+    interpret: Interpret,
 ) -> dict[str, jax.Array]:
-    """Run a kernel whose blocks walk over keys and values.
+    """Run one of the kernels.
 
     Args:
-        name: The name of the kernel.
-        begin: `begin(references, piece, stage, warpgroup)` returns what a warpgroup carries along.
-        step: `step(references, stage, warpgroup, tiles, mask, carried)` adds what a tile has; `mask()` tells which
-            pairs of positions see each other, and is `None` where all do.
-        end: `end(references, piece, warpgroup, carried)` returns the rows of the output `result`.
-        rows: What the block holds in shared memory; the first one's place is where the results leave from.
-        k: Keys.
-        v: Values.
-        starts: The first position that each position sees.
+        kernel: The kernel.
+        name: Its name.
+        kept: What a work item keeps in shared memory.
+        keys: Keys, values, and the first position that each position sees.
         vectors: What else it reads.
         outputs: What it writes.
-        walk: The tiles.
+        tiling: The tiles.
+        scale: Multiplies the inner products of queries and keys.
         interpret: How to simulate a GPU on a CPU.
     """
-    first_of = next(iter(rows.values()))
-    b, s, heads, d = first_of.shape
-    group, columns, stages = heads // k.shape[2], walk.columns, walk.stages
-    pieces = Pieces(b, heads, s)
-    first_tiles, clear_tiles = _ranges(starts, columns)
-
-    def body(r: SimpleNamespace) -> None:
-        ring, needs = Ring(walk.slots, r.full, r.empty), Ring(stages, r.ready, r.free)
-
-        def last_tile(part: Any, warpgroup: Any) -> Any:
-            """Return the tile on the diagonal."""
-            return lax.div(part * ROWS + warpgroup * TILE, jnp.int32(columns))
-
-        def compute(warpgroup: Any) -> None:
-            def let_results_leave(turn: Any) -> None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                needs.give_back(turn)
-
-            def work(turn: Any, start: Any) -> Any:
-                if stages == 1:
-                    pl.when(turn > 0)(lambda: let_results_leave(turn - 1))
-                piece = pieces.piece(turn)
-                first = r.first_tiles[piece.batch, piece.part]
-                clear = r.clear_tiles[piece.batch, 2 * piece.part + warpgroup]
-                last = last_tile(piece.part, warpgroup)
-                stage = needs.take(turn)
-                start_of_row = load_rows(r.row_starts.at[stage, pl.ds(warpgroup * TILE, TILE)])
-                carried = begin(r, piece, stage, warpgroup)
-
-                def mask(n: Any) -> jax.Array:
-                    key = positions(n * columns, columns, 1)
-                    query = positions(piece.part * ROWS + warpgroup * TILE, columns, 0)
-                    return (key >= by_row(start_of_row, columns)) & (key <= query)
-
-                def one(n: Any, carried: Any, *, masked: bool) -> Any:
-                    tiles = _Tiles(ring, r.tiles, start + 2 * (n - first))
-                    seen = functools.partial(mask, n) if masked else None
-                    return step(r, stage, warpgroup, tiles, seen, carried)
-
-                carried = lax.fori_loop(first, clear, functools.partial(one, masked=True), carried)
-                if stages > 1:
-                    pl.when(turn > 0)(lambda: let_results_leave(turn - 1))
-                carried = lax.fori_loop(clear, last, functools.partial(one, masked=False), carried)
-                carried = one(last, carried, masked=True)
-                count = last_tile(piece.part, 1) - first + 1
-
-                @pl.when(last - first + 1 < count)
-                def _() -> None:  # the last tiles are for the other warpgroup
-                    for n in range(2):
-                        number = start + 2 * (count - 1) + n
-                        ring.take(number)
-                        ring.give_back(number)
-
-                result = end(r, piece, warpgroup, carried)
-                place = r.row_0.at[stage, warpgroup]
-                place[...] = result.astype(place.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(place, r.result.at[piece.batch, piece.rows(warpgroup), piece.head])
-                return start + 2 * count
-
-            pieces.each(work)
-            let_results_leave(pieces.turns - 1)
-            plgpu.wait_smem_to_gmem(0)
-
-        def move() -> None:
-            def load(turn: Any, start: Any) -> Any:
-                piece = pieces.piece(turn)
-                copies: list[tuple[Any, ...]] = [
-                    (ref.at[piece.batch, piece.rows(w), piece.head], place, w)
-                    for ref, place in zip(r.of_rows, r.places, strict=True)
-                    for w in range(2)
-                ]
-                copies.append((r.starts.at[piece.batch, pl.ds(piece.part * ROWS, ROWS)], r.row_starts))
-                needs.fill(turn, *copies)
-                first = r.first_tiles[piece.batch, piece.part]
-                count = last_tile(piece.part, 1) - first + 1
-                kv_head = lax.div(piece.head, jnp.int32(group))
-
-                @pl.loop(0, count)
-                def _(n: Any) -> None:
-                    where = pl.ds((first + n) * columns, columns)
-                    for index, ref in enumerate((r.k, r.v)):
-                        ring.fill(start + 2 * n + index, (ref.at[piece.batch, where, kv_head], r.tiles))
-
-                return start + 2 * count
-
-            count = pieces.each(load)
-            if interpret:
-                ring.drain(count)
-                needs.drain(pieces.turns)
-
-        cooperate(2, compute=compute, move=move)
-
-    def named(r: SimpleNamespace) -> None:
-        r.places = [getattr(r, place) for place in rows]
-        r.of_rows = [getattr(r, f"{place}_in") for place in rows]
-        r.row_0 = r.places[0]
-        body(r)
-
-    named.__name__ = name
-    own = plgpu.SMEM((stages, 2, TILE, d), jnp.bfloat16, transforms=TILED)
-    scratch = {
-        **dict.fromkeys(rows, own),
-        "row_starts": plgpu.SMEM((stages, ROWS), jnp.int32),
-        "tiles": plgpu.SMEM((walk.slots, columns, d), jnp.bfloat16, transforms=TILED),
-        **ring_barriers(stages, 2, 2 * len(rows) + 1, ("ready", "free")),
-        **ring_barriers(walk.slots, 2),
-    }
-    return launch(
-        named,
+    k, v, starts = keys
+    b, s, num_heads, d = kept["q"].shape
+    schedule = Schedule(b, num_heads, s)
+    begin_tiles, full_begin_tiles = _tile_ranges(starts, tiling.columns)
+    rows = plgpu.SMEM((tiling.stages, 2, TILE, d), jnp.bfloat16, transforms=OPERAND)
+    results = launch(
+        lambda refs: kernel(refs, schedule, tiling, num_heads // k.shape[2], d, scale, interpret)(),
+        _Refs,
+        name=name,
         inputs={
-            **{f"{place}_in": x for place, x in rows.items()},
+            **kept,
             "k": k,
             "v": v,
             "starts": starts,
-            "first_tiles": first_tiles,
-            "clear_tiles": clear_tiles,
-            **(vectors or {}),
+            "begin_tiles": begin_tiles,
+            "full_begin_tiles": full_begin_tiles,
+            **vectors,
         },
         outputs=outputs,
-        scratch=scratch,
-        grid={"block": pieces.num_blocks},
+        scratch={
+            **{f"{name}_smem": rows for name in kept},
+            "starts_smem": plgpu.SMEM((tiling.stages, ROWS), jnp.int32),
+            "tiles_smem": plgpu.SMEM((tiling.slots, tiling.columns, d), jnp.bfloat16, transforms=OPERAND),
+            **ring_barriers(tiling.stages, 2, 2 * len(kept) + 1, ("items_full", "items_empty")),
+            **ring_barriers(tiling.slots, 2, names=("tiles_full", "tiles_empty")),
+        },
+        grid={"block": schedule.num_blocks},
         num_warpgroups=3,
         interpret=interpret,
     )
+    return run_once(results)
 
 
-def _ranges(starts: Int[Array, "b s"], columns: int) -> tuple[Int[Array, "b n"], Int[Array, "b m"]]:
-    """Return the first tile that each block sees, and the first one that all rows of each warpgroup see whole."""
+def _tile_ranges(starts: Int[Array, "b s"], columns: int) -> tuple[Int[Array, "b n"], Int[Array, "b m"]]:
+    """Return the first tile that each work item sees, and the first one that all rows of each warpgroup see."""
     last_rows = jnp.arange(TILE - 1, starts.shape[1], TILE)
-    clear = -(-starts[:, last_rows] // columns)
-    return starts[:, ::ROWS] // columns, jnp.minimum(clear, last_rows // columns).astype(jnp.int32)
+    full_begin = -(-starts[:, last_rows] // columns)
+    return starts[:, ::ROWS] // columns, jnp.minimum(full_begin, last_rows // columns).astype(jnp.int32)

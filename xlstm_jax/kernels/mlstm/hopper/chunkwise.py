@@ -160,7 +160,7 @@ def _backward(tiling, eps, interpret, return_state, scale, residuals, cotangents
         rows.to_memory,
         rows.documents,
         tiling,
-        later=True,
+        anticausal=True,
         interpret=interpret,
     )
     dq, q_dq, dk, k_dk = compute_pair_gradients(

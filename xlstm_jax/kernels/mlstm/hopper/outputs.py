@@ -2,38 +2,371 @@
 
     o[t] = from_memory[t] q[t] memory + sum over the s of t's chunk of (q[t] . k[s]) exp2(row[t] + column[s]) v[s]
 
-over `s <= t`, or `s >= t` for the gradient. Without `v` the same sum is the denominator of the outputs. A chunk that is
-alone reads no memory.
+over `s <= t`, or `s >= t` for the gradient (anticausal). Without `v` the same sum is the denominator of the outputs. A
+chunk that is alone reads no memory.
+
+Grid        persistent thread blocks; a work item is the outputs of `ROWS` positions of a chunk, in one or more parts of
+            `k` columns of the values.
+Shapes      b batch, h heads, s positions, n chunks, k and v head sizes; `_smem` buffers begin with ring stages, and
+            `w` are the two computing warpgroups.
+Rings       `items` holds what a work item keeps: queries and vectors. `tiles` streams, in this order, the memory in
+            tiles of `TILE` rows, for each step the keys and the parts of the values, and the outputs on their way out,
+            which the computing warpgroups write.
 """
 
+import dataclasses
 import functools
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float
 
-from xlstm_jax.kernels.mlstm.hopper.items import Items
+from xlstm_jax.kernels.mlstm.hopper.masking import mask_scores
+from xlstm_jax.kernels.mlstm.hopper.schedule import Schedule, WorkItem
 from xlstm_jax.kernels.mlstm.hopper.states import Memories
-from xlstm_jax.kernels.mlstm.hopper.tiles import (
-    add_products,
-    by_row,
-    launch,
-    load_column,
-    load_row,
-    masked,
-    product,
-    unknown_zero,
+from xlstm_jax.kernels.mlstm.hopper.tiling import Tiling
+from xlstm_jax.kernels.mosaic_gpu.device import ROWS, TILE
+from xlstm_jax.kernels.mosaic_gpu.launch import launch, run_once, specialize_warpgroups
+from xlstm_jax.kernels.mosaic_gpu.pallas import Index, Interpret, Ref, Slice, pl, plgpu
+from xlstm_jax.kernels.mosaic_gpu.ring import Ring, ring_barriers
+from xlstm_jax.kernels.mosaic_gpu.tiles import (
+    OPERAND,
+    add_matmuls,
+    broadcast_rows,
+    load_columns,
+    load_rows,
+    opaque_zero,
+    sum_of_matmuls,
     zeros,
 )
-from xlstm_jax.kernels.mlstm.hopper.tiling import ROWS, TILE, Tiling
-from xlstm_jax.kernels.mosaic_gpu.pallas import pl, plgpu
-from xlstm_jax.kernels.mosaic_gpu.ring import TILED, Ring, cooperate, ring_barriers
 
 NORMALIZER_ROWS = 8
-"""Rows that a normaliser takes as an operand of a product: parts of it that add up, then zeros."""
+"""Rows of a normaliser as an operand of a matmul: parts of it that add up, then zeros."""
+
+Sums = tuple[jax.Array, ...]
+"""Accumulators of the parts of the outputs."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Refs:
+    """The references of the kernel; what it does not read or write is `None`."""
+
+    # Inputs in global memory.
+    q: Ref  # [b, s, h, k]
+    k: Ref
+    v: Ref  # [b, s, h, v]
+    memories: Ref  # [b, h, n, k, v]
+    row: Ref  # [b, h, s], as are the next two
+    column: Ref
+    from_memory: Ref
+    documents: Ref  # [b, s]
+    normalizers: Ref  # [b, h, n, NORMALIZER_ROWS, k]
+    floor: Ref  # [b, h, s]
+    # Outputs in global memory.
+    outputs: Ref  # [b, s, h, v]
+    denominators: Ref  # [b, h, s]
+    # Shared memory.
+    q_smem: Ref  # [stages, w, TILE, k]
+    tiles_smem: Ref  # [stages, TILE, k]
+    row_smem: Ref  # [stages, ROWS]
+    column_smem: Ref  # [stages, chunk_size]
+    floor_smem: Ref = None  # [stages, ROWS]
+    normalizer_smem: Ref = None  # [stages, NORMALIZER_ROWS, k]
+    from_memory_smem: Ref = None  # [stages, ROWS]
+    documents_smem: Ref = None  # [stages, chunk_size]
+    # Barriers.
+    items_full: Ref
+    items_empty: Ref
+    tiles_full: Ref
+    tiles_empty: Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """A work item of one computing warpgroup."""
+
+    item: WorkItem
+    warpgroup: Index
+    turn: Index
+    first_tile: Index
+    rows: Slice
+    """Its positions in the sequence, then in the work item."""
+    rows_of_item: Slice
+    stage: Index
+    q_tile: Ref
+
+
+class _RowVectors(NamedTuple):
+    """One number for each row of a warpgroup."""
+
+    exponent: jax.Array
+    floor: jax.Array | None
+    document: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """The kernel: its references, and what is known when it is traced."""
+
+    refs: _Refs
+    schedule: Schedule
+    tiling: Tiling
+    anticausal: bool
+    eps: float
+    interpret: Interpret
+
+    @property
+    def items(self) -> Ring:
+        """The ring of what work items keep."""
+        return Ring(self.tiling.output_stages, self.refs.items_full, self.refs.items_empty)
+
+    @property
+    def tiles(self) -> Ring:
+        """The ring of tiles."""
+        return Ring(self.tiling.output_slots, self.refs.tiles_full, self.refs.tiles_empty)
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of the outputs of a work item, each as wide as queries."""
+        return self.tiling.pieces
+
+    @property
+    def num_memory_tiles(self) -> int:
+        """The tiles of the part of a memory that a work item reads."""
+        return 0 if self.refs.memories is None else self.tiling.qk_dim // TILE * self.num_parts
+
+    @property
+    def tiles_per_step(self) -> int:
+        """The tiles of a step: keys and the parts of values at `TILE` positions."""
+        return 1 + self.num_parts
+
+    @property
+    def num_output_tiles(self) -> int:
+        """The tiles from which the outputs of a work item are stored."""
+        return 2 * self.num_parts
+
+    @property
+    def divides(self) -> bool:
+        """Whether outputs are divided by their denominators."""
+        return self.refs.floor is not None
+
+    def __call__(self) -> None:
+        """Run all work items of a thread block."""
+        specialize_warpgroups(2, compute=self._compute, load=self._load)
+
+    def _num_tiles(self, item: WorkItem) -> Index:
+        """Return how many tiles a work item has."""
+        num_steps = self.schedule.num_tiles(item.part, anticausal=self.anticausal)
+        return self.num_memory_tiles + self.tiles_per_step * num_steps + self.num_output_tiles
+
+    def _tile_of_step(self, first_tile: Index, n: Index) -> Index:
+        """Return the number of the first tile of a step."""
+        return first_tile + self.num_memory_tiles + self.tiles_per_step * n
+
+    def _columns_of_part(self, item: WorkItem, part: int) -> Slice:
+        """Return the columns of the values that belong to a part of the outputs."""
+        width = self.tiling.qk_dim
+        return pl.ds(item.kind * (self.num_parts * width) + part * width, width)
+
+    # The computing warpgroups.
+
+    def _compute(self, warpgroup: Index) -> None:
+        end = self.schedule.run(functools.partial(self._compute_item, warpgroup))
+        self._finish_stores(warpgroup, end)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _output_tile(self, end: Index, warpgroup: Index, part: int) -> Index:
+        """Return the number of the tile of a warpgroup's outputs in the work item whose tiles end at `end`."""
+        return end - self.num_output_tiles + warpgroup * self.num_parts + part
+
+    def _finish_stores(self, warpgroup: Index, end: Index) -> None:
+        """Wait until the outputs of a work item, whose tiles end at `end`, have left shared memory."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part in range(self.num_parts):
+            self.tiles.release(self._output_tile(end, warpgroup, part))
+
+    def _finish_stores_of_last_item(self, warpgroup: Index, turn: Index, first_tile: Index) -> None:
+        pl.when(turn > 0)(lambda: self._finish_stores(warpgroup, first_tile))
+
+    def _compute_item(self, warpgroup: Index, turn: Index, first_tile: Index) -> Index:
+        has_one_stage = self.tiling.output_stages == 1
+        if has_one_stage:  # there is nothing to do before the queries are loaded
+            self._finish_stores_of_last_item(warpgroup, turn, first_tile)
+        item = self.schedule.item(turn)
+        rows, rows_of_item = item.rows(warpgroup), pl.ds(warpgroup * TILE, TILE)
+        stage = self.items.wait(turn) + opaque_zero(first_tile)
+        q_tile = self.refs.q_smem.at[stage, warpgroup]
+        work = _Work(item, warpgroup, turn, first_tile, rows, rows_of_item, stage, q_tile)
+        vectors = self._load_row_vectors(work)
+        if self.num_memory_tiles:
+            sums, denominator = self._read_memory(work)
+        else:
+            if not has_one_stage:
+                self._finish_stores_of_last_item(warpgroup, turn, first_tile)
+            sums = (zeros(TILE, self.tiling.qk_dim),) * self.num_parts
+            denominator = zeros(TILE) if self.divides else None
+        num_full_tiles = self.schedule.num_full_tiles(item.part, warpgroup, anticausal=self.anticausal)
+        add = functools.partial(self._add_step, work, vectors)
+        carry = lax.fori_loop(0, num_full_tiles, functools.partial(add, diagonal=False), (sums, denominator))
+        sums, denominator = add(num_full_tiles, carry, diagonal=True)
+        self.items.release(turn)
+
+        @pl.when(warpgroup == (1 if self.anticausal else 0))
+        def _() -> None:  # the last step is for the other warpgroup
+            for n in range(self.tiles_per_step):
+                self.tiles.skip(self._tile_of_step(first_tile, num_full_tiles + 1) + n)
+
+        if vectors.floor is not None and denominator is not None:
+            sums = self._divide(work, sums, denominator, vectors.floor)
+        return self._store_outputs(work, sums)
+
+    def _load_row_vectors(self, work: _Work) -> _RowVectors:
+        refs, stage = self.refs, work.stage
+        exponent = load_rows(refs.row_smem.at[stage, work.rows_of_item])
+        floor = load_rows(refs.floor_smem.at[stage, work.rows_of_item]) if self.divides else None
+        document = None
+        if refs.documents is not None:
+            rows_of_chunk = pl.ds(work.item.part * ROWS + work.warpgroup * TILE, TILE)
+            document = load_rows(refs.documents_smem.at[stage, rows_of_chunk])
+        return _RowVectors(exponent, floor, document)
+
+    def _read_memory(self, work: _Work) -> tuple[Sums, jax.Array | None]:
+        """Return what is read of the memory, and of the normaliser if outputs are divided."""
+        return pl.run_scoped(
+            functools.partial(self._multiply_by_memory, work),
+            plgpu.ACC((TILE, NORMALIZER_ROWS), jnp.float32),
+            *[plgpu.ACC((TILE, self.tiling.qk_dim), jnp.float32)] * self.num_parts,
+        )
+
+    def _multiply_by_memory(self, work: _Work, normalizer_acc: Ref, *accs: Ref) -> tuple[Sums, jax.Array | None]:
+        refs, first_tile = self.refs, work.first_tile
+        from_memory = load_rows(refs.from_memory_smem.at[work.stage, work.rows_of_item])
+        if self.divides:
+            plgpu.wgmma(normalizer_acc, work.q_tile, refs.normalizer_smem.at[work.stage].transpose((1, 0)))
+        for n in range(self.num_memory_tiles):
+            tile_stage = self.tiles.wait(first_tile + n)
+            q_columns = work.q_tile.at[:, pl.ds(n // self.num_parts * TILE, TILE)]
+            plgpu.wgmma(accs[n % self.num_parts], q_columns, refs.tiles_smem.at[tile_stage])
+            if n == 0 and self.tiling.output_stages > 1:
+                self._finish_stores_of_last_item(work.warpgroup, work.turn, first_tile)
+            if n:
+                plgpu.wgmma_wait(1)
+                self.tiles.release(first_tile + n - 1)
+        results = tuple(acc[...] for acc in accs)
+        self.tiles.release(first_tile + self.num_memory_tiles - 1)
+        denominator = normalizer_acc[...].sum(axis=1) * from_memory if self.divides else None
+        return tuple(x * broadcast_rows(from_memory, self.tiling.qk_dim) for x in results), denominator
+
+    def _scores_operands(self, work: _Work, n: Index) -> list[tuple[Ref, Ref]]:
+        """Wait for the keys of a step, and return the operands of its scores."""
+        q_tile = self.refs.q_smem.at[work.stage + opaque_zero(self._tile_of_step(work.first_tile, n)), work.warpgroup]
+        k_tile = self.refs.tiles_smem.at[self.tiles.wait(self._tile_of_step(work.first_tile, n))]
+        return [(q_tile, k_tile.transpose((1, 0)))]
+
+    def _add_step(
+        self, work: _Work, vectors: _RowVectors, n: Index, carry: tuple[Sums, jax.Array | None], *, diagonal: bool
+    ) -> tuple[Sums, jax.Array | None]:
+        """Add the pairs with the `TILE` positions of a step."""
+        refs = self.refs
+        sums, denominator = carry
+        scores = sum_of_matmuls(functools.partial(self._scores_operands, work, n))
+        self.tiles.release(self._tile_of_step(work.first_tile, n))
+        columns = pl.ds(self.schedule.tile_start(n, anticausal=self.anticausal), TILE)
+        exponent = broadcast_rows(vectors.exponent, TILE) + load_columns(refs.column_smem.at[work.stage, columns])
+        weights = scores * jnp.exp2(exponent)
+        documents = None
+        if vectors.document is not None:
+            documents = vectors.document, load_columns(refs.documents_smem.at[work.stage, columns])
+        weights = mask_scores(weights, diagonal=diagonal, anticausal=self.anticausal, documents=documents)
+        if denominator is not None:
+            denominator = denominator + weights.sum(axis=1)
+        parts = range(self.num_parts)
+        v_tiles = [
+            refs.tiles_smem.at[self.tiles.wait(self._tile_of_step(work.first_tile, n) + 1 + part)] for part in parts
+        ]
+        sums = add_matmuls(sums, weights.astype(jnp.bfloat16), v_tiles, self.interpret)
+        for part in parts:
+            self.tiles.release(self._tile_of_step(work.first_tile, n) + 1 + part)
+        return sums, denominator
+
+    def _divide(self, work: _Work, sums: Sums, denominator: jax.Array, floor: jax.Array) -> Sums:
+        """Divide the outputs by their denominators, and store these."""
+        item = work.item
+        inverse = 1.0 / (jnp.maximum(jnp.abs(denominator), floor) + self.eps)
+        sums = tuple(x * broadcast_rows(inverse, self.tiling.qk_dim) for x in sums)
+
+        @pl.when(item.kind == 0)
+        def _() -> None:
+            self.refs.denominators[item.batch, item.head, work.rows] = denominator
+
+        return sums
+
+    def _store_outputs(self, work: _Work, sums: Sums) -> Index:
+        """Store the outputs, and return the end of the work item's tiles."""
+        refs, item, warpgroup, parts = self.refs, work.item, work.warpgroup, range(self.num_parts)
+        end = work.first_tile + self._num_tiles(item)
+        for part in parts:
+            staging = refs.tiles_smem.at[self.tiles.wait(self._output_tile(end, warpgroup, part))]
+            staging[...] = sums[part].astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        for part in parts:
+            target = refs.outputs.at[item.batch, work.rows, item.head, self._columns_of_part(item, part)]
+            staging = refs.tiles_smem.at[self.tiles.stage(self._output_tile(end, warpgroup, part))]
+            plgpu.copy_smem_to_gmem(staging, target)
+        for part in parts:  # of the other warpgroup
+            self.tiles.skip(end - self.num_output_tiles + (1 - warpgroup) * self.num_parts + part)
+        return end
+
+    # The warpgroup that loads.
+
+    def _load(self) -> None:
+        count = self.schedule.run(self._load_item)
+        if self.interpret:
+            self.tiles.drain(count)
+            self.items.drain(self.schedule.num_turns)
+
+    def _load_item(self, turn: Index, first_tile: Index) -> Index:
+        refs, item = self.refs, self.schedule.item(turn)
+        self._load_kept(item, turn)
+        for n in range(self.num_memory_tiles):
+            rows, columns = pl.ds(n // self.num_parts * TILE, TILE), self._columns_of_part(item, n % self.num_parts)
+            source = refs.memories.at[item.batch, item.head, item.chunk, rows, columns]
+            self.tiles.fill(first_tile + n, (source, refs.tiles_smem))
+
+        @pl.loop(0, self.schedule.num_tiles(item.part, anticausal=self.anticausal))
+        def _(n: Index) -> None:
+            positions = pl.ds(item.start + self.schedule.tile_start(n, anticausal=self.anticausal), TILE)
+            tile = self._tile_of_step(first_tile, n)
+            self.tiles.fill(tile, (refs.k.at[item.batch, positions, item.head], refs.tiles_smem))
+            for part in range(self.num_parts):
+                source = refs.v.at[item.batch, positions, item.head, self._columns_of_part(item, part)]
+                self.tiles.fill(tile + 1 + part, (source, refs.tiles_smem))
+
+        end = first_tile + self._num_tiles(item)
+        for n in range(self.num_output_tiles):
+            self.tiles.reserve(end - self.num_output_tiles + n)
+        return end
+
+    def _load_kept(self, item: WorkItem, turn: Index) -> None:
+        """Load the queries and the vectors of a work item."""
+        refs = self.refs
+        chunk, rows = pl.ds(item.start, self.tiling.chunk_size), pl.ds(item.start + item.part * ROWS, ROWS)
+        copies: list[tuple[Any, ...]] = [
+            (refs.q.at[item.batch, item.rows(w), item.head], refs.q_smem, w) for w in range(2)
+        ]
+        if self.divides:
+            copies.append((refs.floor.at[item.batch, item.head, rows], refs.floor_smem))
+        if refs.normalizers is not None:
+            copies.append((refs.normalizers.at[item.batch, item.head, item.chunk], refs.normalizer_smem))
+        if refs.from_memory is not None:
+            copies.append((refs.from_memory.at[item.batch, item.head, rows], refs.from_memory_smem))
+        copies.append((refs.row.at[item.batch, item.head, rows], refs.row_smem))
+        copies.append((refs.column.at[item.batch, item.head, chunk], refs.column_smem))
+        if refs.documents is not None:
+            copies.append((refs.documents.at[item.batch, chunk], refs.documents_smem))
+        self.items.fill(turn, *copies)
 
 
 def compute_outputs(
@@ -49,8 +382,8 @@ def compute_outputs(
     *,
     floor: Float[Array, "b h s"] | None = None,
     eps: float = 0.0,
-    later: bool = False,
-    interpret: Any = None,
+    anticausal: bool = False,
+    interpret: Interpret = None,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b h s"] | None]:
     """Compute the outputs of all positions, and their denominators if they are divided.
 
@@ -61,219 +394,22 @@ def compute_outputs(
         memories: The memory that each chunk reads, or `None` if all are empty.
         row: The exponents of reading positions.
         column: The exponents of positions that are read.
-        from_memory: What each position reads of its chunk's memory.
+        from_memory: The factor of what each position reads of its chunk's memory.
         documents: The number of each position's document within its chunk, if a chunk can have several.
         tiling: The tiles.
-        floor: The least size of each denominator, if outputs are divided.
+        floor: The lower bound of the size of each denominator, if outputs are divided.
         eps: Added to the size of each denominator.
-        later: Whether positions read what comes after them, not what came before.
+        anticausal: Whether positions read those after them, not those before.
         interpret: How to simulate a GPU on a CPU.
     """
     b, s, h, width = q.shape
-    v_dim, pieces, slots, stages = v.shape[-1], tiling.pieces, tiling.output_slots, tiling.output_stages
-    block_width = pieces * width
-    items = Items(h, s // tiling.chunk_size, v_dim // block_width, tiling, b)
-    memory_tiles = 0 if memories is None else width // TILE * pieces
-    tiles_per_step = 1 + pieces
-    divides = floor is not None
-    reads_normalizers = divides and memories is not None
-    staging_tiles = 2 * pieces  # from which the outputs leave, at the end of a piece of work
-
-    def body(r: SimpleNamespace) -> None:
-        ring, needs = Ring(slots, r.full, r.empty), Ring(stages, r.ready, r.free)
-
-        def tiles_of(item: Any) -> Any:
-            return memory_tiles + tiles_per_step * items.seen_tiles(item.part, later=later) + staging_tiles
-
-        def compute(warpgroup: Any) -> None:
-            def staging(end: Any, piece: int) -> Any:
-                """Return the number of a tile for outputs of this warpgroup; `end` is the first of the next piece."""
-                return end - staging_tiles + warpgroup * pieces + piece
-
-            def let_outputs_leave(end: Any) -> None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for piece in range(pieces):
-                    ring.give_back(staging(end, piece))
-
-            def outputs(turn: Any, start: Any) -> Any:
-                if stages == 1:  # there is nothing to do before the queries are there
-                    pl.when(turn > 0)(lambda: let_outputs_leave(start))
-                item = items.item(turn)
-                rows, own = item.rows(warpgroup), pl.ds(warpgroup * TILE, TILE)
-                stage = needs.take(turn) + unknown_zero(start)
-                queries = r.queries.at[stage, warpgroup]
-                exponent = load_row(r.rows.at[stage, own])
-                least = load_row(r.floors.at[stage, own]) if divides else None
-                document = None
-                if documents is not None:
-                    document = load_row(r.chunk_documents.at[stage, pl.ds(item.part * ROWS + warpgroup * TILE, TILE)])
-
-                def from_memory(normalizer: Any, *sums: Any) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-                    read = load_row(r.reads.at[stage, own])
-                    if reads_normalizers:
-                        plgpu.wgmma(normalizer, queries, r.normalizer.at[stage].transpose((1, 0)))
-                    for n in range(memory_tiles):
-                        slot = ring.take(start + n)
-                        part = queries.at[:, pl.ds(n // pieces * TILE, TILE)]
-                        plgpu.wgmma(sums[n % pieces], part, r.tiles.at[slot])
-                        if n == 0 and stages > 1:
-                            pl.when(turn > 0)(lambda: let_outputs_leave(start))
-                        if n:
-                            plgpu.wgmma_wait(1)
-                            ring.give_back(start + n - 1)
-                    results = tuple(x[...] for x in sums)
-                    ring.give_back(start + memory_tiles - 1)
-                    denominator = normalizer[...].sum(axis=1) * read if divides else None
-                    return tuple(x * by_row(read, width) for x in results), denominator
-
-                if memories is None:
-                    if stages > 1:
-                        pl.when(turn > 0)(lambda: let_outputs_leave(start))
-                    sums, denominator = (zeros(TILE, width),) * pieces, zeros(TILE) if divides else None
-                else:
-                    sums, denominator = pl.run_scoped(
-                        from_memory,
-                        plgpu.ACC((TILE, NORMALIZER_ROWS), jnp.float32),
-                        *[plgpu.ACC((TILE, width), jnp.float32)] * pieces,
-                    )
-
-                clear = items.clear_tiles(item.part, warpgroup, later=later)
-
-                def number_of(n: Any) -> Any:
-                    return start + memory_tiles + tiles_per_step * n
-
-                def operands(n: Any) -> list[tuple[Any, Any]]:
-                    """Wait for the keys of a step, and return what its scores are the product of."""
-                    left = r.queries.at[stage + unknown_zero(number_of(n)), warpgroup]
-                    return [(left, r.tiles.at[ring.take(number_of(n))].transpose((1, 0)))]
-
-                def add(n: Any, carried: Any, *, diagonal: bool) -> Any:
-                    """Add what a step has."""
-                    sums, denominator = carried
-                    scores = product(functools.partial(operands, n))
-                    ring.give_back(number_of(n))
-                    positions = pl.ds(items.position(n, later=later), TILE)
-                    weights = scores * jnp.exp2(by_row(exponent, TILE) + load_column(r.columns.at[stage, positions]))
-                    pair = None
-                    if document is not None:
-                        pair = document, load_column(r.chunk_documents.at[stage, positions])
-                    weights = masked(weights, diagonal=diagonal, later=later, documents=pair)
-                    if divides:
-                        denominator = denominator + weights.sum(axis=1)
-                    values = [r.tiles.at[ring.take(number_of(n) + 1 + piece)] for piece in range(pieces)]
-                    sums = add_products(sums, weights.astype(jnp.bfloat16), values, interpret)
-                    for piece in range(pieces):
-                        ring.give_back(number_of(n) + 1 + piece)
-                    return sums, denominator
-
-                carried = lax.fori_loop(0, clear, functools.partial(add, diagonal=False), (sums, denominator))
-                sums, denominator = add(clear, carried, diagonal=True)
-                needs.give_back(turn)
-
-                @pl.when(warpgroup == (1 if later else 0))
-                def _() -> None:  # the last tiles are for the other warpgroup
-                    for n in range(tiles_per_step):
-                        number = start + memory_tiles + tiles_per_step * (clear + 1) + n
-                        ring.take(number)
-                        ring.give_back(number)
-
-                if least is not None:
-                    inverse = 1.0 / (jnp.maximum(jnp.abs(denominator), least) + eps)
-                    sums = tuple(x * by_row(inverse, width) for x in sums)
-
-                    @pl.when(item.kind == 0)
-                    def _() -> None:
-                        r.denominators[item.batch, item.head, rows] = denominator
-
-                end = start + tiles_of(item)
-                for piece in range(pieces):
-                    place = r.tiles.at[ring.take(staging(end, piece))]
-                    place[...] = sums[piece].astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                for piece in range(pieces):
-                    columns = pl.ds(item.kind * block_width + piece * width, width)
-                    target = r.outputs.at[item.batch, rows, item.head, columns]
-                    plgpu.copy_smem_to_gmem(r.tiles.at[ring.slot(staging(end, piece))], target)
-                for piece in range(pieces):  # of the other warpgroup
-                    number = end - staging_tiles + (1 - warpgroup) * pieces + piece
-                    ring.take(number)
-                    ring.give_back(number)
-                return end
-
-            let_outputs_leave(items.each(outputs))
-            plgpu.wait_smem_to_gmem(0)
-
-        def move() -> None:
-            def load(turn: Any, start: Any) -> Any:
-                item = items.item(turn)
-
-                def columns(piece: int) -> Any:
-                    return pl.ds(item.kind * block_width + piece * width, width)
-
-                def load_memory(n: int) -> None:
-                    part = pl.ds(n // pieces * TILE, TILE)
-                    source = r.memories.at[item.batch, item.head, item.chunk, part, columns(n % pieces)]
-                    ring.fill(start + n, (source, r.tiles))
-
-                chunk, mine = pl.ds(item.first, tiling.chunk_size), pl.ds(item.first + item.part * ROWS, ROWS)
-                copies: list[tuple[Any, ...]] = [
-                    (r.q.at[item.batch, item.rows(w), item.head], r.queries, w) for w in range(2)
-                ]
-                if divides:
-                    copies.append((r.floor.at[item.batch, item.head, mine], r.floors))
-                if reads_normalizers:
-                    copies.append((r.normalizers.at[item.batch, item.head, item.chunk], r.normalizer))
-                if memories is not None:
-                    copies.append((r.from_memory.at[item.batch, item.head, mine], r.reads))
-                copies.append((r.row.at[item.batch, item.head, mine], r.rows))
-                copies.append((r.column.at[item.batch, item.head, chunk], r.columns))
-                if documents is not None:
-                    copies.append((r.documents.at[item.batch, chunk], r.chunk_documents))
-                needs.fill(turn, *copies)
-                for n in range(memory_tiles):
-                    load_memory(n)
-
-                @pl.loop(0, items.seen_tiles(item.part, later=later))
-                def _(n: Any) -> None:
-                    positions = pl.ds(item.first + items.position(n, later=later), TILE)
-                    number = start + memory_tiles + tiles_per_step * n
-                    ring.fill(number, (r.k.at[item.batch, positions, item.head], r.tiles))
-                    for piece in range(pieces):
-                        source = r.v.at[item.batch, positions, item.head, columns(piece)]
-                        ring.fill(number + 1 + piece, (source, r.tiles))
-
-                end = start + tiles_of(item)
-                for n in range(staging_tiles):
-                    ring.reserve(end - staging_tiles + n)
-                return end
-
-            count = items.each(load)
-            if interpret:
-                ring.drain(count)
-                needs.drain(items.turns)
-
-        cooperate(2, compute=compute, move=move)
-
-    by_rows, by_columns = (plgpu.SMEM((stages, n), jnp.float32) for n in (ROWS, tiling.chunk_size))
-    scratch = {
-        "queries": plgpu.SMEM((stages, 2, TILE, width), jnp.bfloat16, transforms=TILED),
-        "tiles": plgpu.SMEM((slots, TILE, width), jnp.bfloat16, transforms=TILED),
-        "rows": by_rows,
-        "columns": by_columns,
-    }
-    if divides:
-        scratch["floors"] = by_rows
-    if reads_normalizers:
-        scratch["normalizer"] = plgpu.SMEM((stages, NORMALIZER_ROWS, width), jnp.bfloat16, transforms=TILED)
-    if memories is not None:
-        scratch["reads"] = by_rows
-    if documents is not None:
-        scratch["chunk_documents"] = by_columns
-    copies = 4 + divides + reads_normalizers + (memories is not None) + (documents is not None)
-    scratch |= ring_barriers(stages, 2, copies, ("ready", "free"))
-    body.__name__ = "mlstm_value_gradients" if later else "mlstm_outputs"
+    v_dim = v.shape[-1]
+    schedule = Schedule(h, s // tiling.chunk_size, v_dim // (tiling.pieces * width), tiling, b)
+    divides, reads_memories = floor is not None, memories is not None
     results = launch(
-        body,
+        lambda refs: _Kernel(refs, schedule, tiling, anticausal, eps, interpret)(),
+        _Refs,
+        name="mlstm_value_gradients" if anticausal else "mlstm_outputs",
         inputs={
             "q": q,
             "k": k,
@@ -281,7 +417,7 @@ def compute_outputs(
             "memories": memories and memories.chunks,
             "row": row,
             "column": column,
-            "from_memory": from_memory if memories else None,
+            "from_memory": from_memory if reads_memories else None,
             "documents": documents,
             "normalizers": _as_operand(memories.normalizers) if divides and memories else None,
             "floor": floor,
@@ -290,16 +426,41 @@ def compute_outputs(
             "outputs": jax.ShapeDtypeStruct(v.shape, jnp.bfloat16),
             "denominators": jax.ShapeDtypeStruct((b, h, s), jnp.float32) if divides else None,
         },
-        scratch=scratch | ring_barriers(slots, 2),
-        grid={"block": items.num_blocks},
+        scratch=_scratch(tiling, divides=divides, reads_memories=reads_memories, has_documents=documents is not None),
+        grid={"block": schedule.num_blocks},
         num_warpgroups=3,
         interpret=interpret,
     )
+    results = run_once(results)
     return results["outputs"], results.get("denominators")
 
 
+def _scratch(tiling: Tiling, *, divides: bool, reads_memories: bool, has_documents: bool) -> dict[str, Any]:
+    """Return the shared memory and the barriers of a thread block."""
+    num_stages, num_slots, width = tiling.output_stages, tiling.output_slots, tiling.qk_dim
+    per_row, per_column = (plgpu.SMEM((num_stages, n), jnp.float32) for n in (ROWS, tiling.chunk_size))
+    scratch = {
+        "q_smem": plgpu.SMEM((num_stages, 2, TILE, width), jnp.bfloat16, transforms=OPERAND),
+        "tiles_smem": plgpu.SMEM((num_slots, TILE, width), jnp.bfloat16, transforms=OPERAND),
+        "row_smem": per_row,
+        "column_smem": per_column,
+    }
+    if divides:
+        scratch["floor_smem"] = per_row
+    if divides and reads_memories:
+        normalizer_shape = num_stages, NORMALIZER_ROWS, width
+        scratch["normalizer_smem"] = plgpu.SMEM(normalizer_shape, jnp.bfloat16, transforms=OPERAND)
+    if reads_memories:
+        scratch["from_memory_smem"] = per_row
+    if has_documents:
+        scratch["documents_smem"] = per_column
+    num_copies = 4 + divides + (divides and reads_memories) + reads_memories + has_documents
+    scratch |= ring_barriers(num_stages, 2, num_copies, ("items_full", "items_empty"))
+    return scratch | ring_barriers(num_slots, 2, names=("tiles_full", "tiles_empty"))
+
+
 def _as_operand(normalizers: Float[Array, "b h n k"]) -> BFloat16[Array, "b h n 8 k"]:
-    """Write each normaliser as a sum of three bfloat16 numbers, which is exact, and add rows of zeros."""
+    """Split each normaliser into three bfloat16 numbers, whose sum is exact, and add rows of zeros."""
     parts = []
     for _ in range(3):
         # Not `astype`: XLA may drop a conversion to bfloat16 and back.

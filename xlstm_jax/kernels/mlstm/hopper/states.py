@@ -1,13 +1,19 @@
-"""The memories of an mLSTM before each chunk, or their gradients after each, in one walk over the positions.
+"""The memories of an mLSTM before each chunk, or their gradients after each, in one pass over the positions.
 
     memory[c] = keep[c] memory[c-1] + sum over the chunk of weight[s] k[s] v[s]^T,    and without v the normaliser
 
-A block keeps its part of the memory in accumulators, in float32, and writes it as bfloat16 before every chunk. Keys are
-read transposed from shared memory into registers, weighted there, and are the left operand of the product: there is no
-weighted copy of them in memory, and the normaliser is the sum of that operand.
+A thread block keeps its part of the memory in accumulators, in float32, and stores it as bfloat16 before every chunk.
+Keys are read transposed from shared memory into registers, weighted there, and are the left operand of the matmul:
+there is no weighted copy of them in memory, and the normaliser is the sum of that operand.
+
+Grid        (batch, head, columns, rows) of the memory; one or two computing warpgroups share the rows of a block, or
+            its columns where there are too few rows.
+Shapes      b batch, h heads, s positions, n chunks, k and v head sizes; `_smem` buffers of the ring begin with stages.
+Ring        `TILE` positions: keys, values and weights.
 """
 
-from types import SimpleNamespace
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from xlstm_jax.kernels.mlstm.hopper.tiles import launch, load_column, zeros
-from xlstm_jax.kernels.mlstm.hopper.tiling import TILE, Tiling
-from xlstm_jax.kernels.mosaic_gpu.pallas import pl, plgpu
-from xlstm_jax.kernels.mosaic_gpu.ring import MATRIX, ROW, TILED, Ring, cooperate, ring_barriers
+from xlstm_jax.kernels.mlstm.hopper.tiling import StateTiling, Tiling
+from xlstm_jax.kernels.mosaic_gpu.device import TILE
+from xlstm_jax.kernels.mosaic_gpu.launch import launch, run_once, specialize_warpgroups
+from xlstm_jax.kernels.mosaic_gpu.pallas import Index, Interpret, Ref, Slice, pl, plgpu
+from xlstm_jax.kernels.mosaic_gpu.ring import Ring, ring_barriers
+from xlstm_jax.kernels.mosaic_gpu.tiles import ACCUMULATOR, OPERAND, ROW, load_columns, zeros
 
 
 class Memories(NamedTuple):
@@ -28,6 +36,209 @@ class Memories(NamedTuple):
     normalizers: Float[Array, "b h n k"]
     last: Float[Array, "b h k v"]
     last_normalizer: Float[Array, "b h k"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Refs:
+    """The references of the kernel; what it does not read or write is `None`."""
+
+    # Inputs in global memory.
+    k: Ref  # [b, s, h, k]
+    v: Ref  # [b, s, h, v]
+    weights: Ref  # [b, h, s]
+    normalizer_weights: Ref  # [b, h, s]
+    keep: Ref  # [b, h, n]
+    first: Ref  # [b, h, k, v]
+    first_normalizer: Ref  # [b, h, k]
+    # Outputs in global memory.
+    chunks: Ref = None  # [b, h, n, k, v]
+    normalizers: Ref = None  # [b, h, n, k]
+    last: Ref  # [b, h, k, v]
+    last_normalizer: Ref  # [b, h, k]
+    # Shared memory.
+    k_smem: Ref  # [stages, TILE, rows]
+    v_smem: Ref  # [stages, TILE, columns]
+    weights_smem: Ref  # [stages, TILE]
+    normalizer_weights_smem: Ref = None  # [stages, TILE]
+    staging_smem: Ref = None  # [warpgroups, TILE, columns of a warpgroup]
+    # Barriers.
+    full: Ref
+    empty: Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """The part of a memory that belongs to a computing warpgroup."""
+
+    batch: Index
+    head: Index
+    warpgroup: Index
+    k_offset: Index
+    """Its first row and column within the part of the thread block."""
+    v_offset: Index
+    rows: Slice
+    """Its rows and columns of the memory."""
+    columns: Slice
+    writes_normalizer: Index
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """The kernel: its references, and what is known when it is traced."""
+
+    refs: _Refs
+    tiling: Tiling
+    num_chunks: int
+    backwards: bool
+    interpret: Interpret
+
+    @property
+    def block(self) -> StateTiling:
+        """The part of a memory that a thread block has."""
+        return self.tiling.states
+
+    @property
+    def ring(self) -> Ring:
+        """The ring of tiles."""
+        return Ring(self.block.slots, self.refs.full, self.refs.empty)
+
+    @property
+    def tiles_per_chunk(self) -> int:
+        """The tiles of a chunk."""
+        return self.tiling.chunk_size // TILE
+
+    def __call__(self) -> None:
+        """Run a thread block."""
+        batch, head = lax.axis_index("batch"), lax.axis_index("head")
+        k_start = lax.axis_index("rows") * self.block.rows
+        v_start = lax.axis_index("columns") * self.block.columns
+        place = batch, head, k_start, v_start
+        specialize_warpgroups(
+            self.block.num_warpgroups,
+            compute=functools.partial(self._compute, *place),
+            load=functools.partial(self._load, *place),
+        )
+
+    # The computing warpgroups.
+
+    def _compute(self, batch: Index, head: Index, k_start: Index, v_start: Index, warpgroup: Index) -> None:
+        refs, width = self.refs, self.block.width
+        k_offset = 0 if self.block.splits_columns else warpgroup * TILE
+        v_offset = warpgroup * width if self.block.splits_columns else 0
+        rows, columns = pl.ds(k_start + k_offset, TILE), pl.ds(v_start + v_offset, width)
+        writes_normalizer = v_start + v_offset == 0
+        work = _Work(batch, head, warpgroup, k_offset, v_offset, rows, columns, writes_normalizer)
+        if refs.first is None:
+            memory, normalizer = zeros(TILE, width), zeros(TILE)
+        else:
+            memory = plgpu.load(refs.first.at[batch, head, rows, columns], layout=ACCUMULATOR, optimized=False)
+            normalizer = plgpu.load(refs.first_normalizer.at[batch, head, rows], layout=ROW, optimized=False)
+        carry = memory, normalizer, refs.keep[batch, head, self._chunk_of_step(0)]
+        memory, normalizer, _ = lax.fori_loop(0, self.num_chunks, functools.partial(self._pass_chunk, work), carry)
+        refs.last[batch, head, rows, columns] = memory
+
+        @pl.when(writes_normalizer)
+        def _() -> None:
+            refs.last_normalizer[batch, head, rows] = normalizer
+
+        if refs.chunks is not None:
+            plgpu.wait_smem_to_gmem(0)
+
+    def _chunk_of_step(self, step: Index) -> Index:
+        step = jnp.minimum(step, self.num_chunks - 1)
+        return self.num_chunks - 1 - step if self.backwards else step
+
+    def _pass_chunk(self, work: _Work, step: Index, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Store the memory before a chunk, and add what the chunk writes."""
+        memory, normalizer, keep = carry
+        if self.refs.chunks is not None:
+            self._store(work, self._chunk_of_step(step), memory, normalizer)
+        memory, normalizer = memory * keep, normalizer * keep
+        keep = self.refs.keep[work.batch, work.head, self._chunk_of_step(step + 1)]  # early: global memory is far away
+        add_chunk = self._add_chunk_simulated if self.interpret else self._add_chunk
+        return *add_chunk(work, step * self.tiles_per_chunk, memory, normalizer), keep
+
+    def _store(self, work: _Work, chunk: Index, memory: jax.Array, normalizer: jax.Array) -> None:
+        refs, warpgroup = self.refs, work.warpgroup
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the memory stored before has left the staging
+        refs.staging_smem[warpgroup] = memory.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        target = refs.chunks.at[work.batch, work.head, chunk, work.rows, work.columns]
+        plgpu.copy_smem_to_gmem(refs.staging_smem.at[warpgroup], target)
+
+        @pl.when(work.writes_normalizer)
+        def _() -> None:
+            refs.normalizers[work.batch, work.head, chunk, work.rows] = normalizer
+
+    def _weighted_keys(self, work: _Work, stage: Index) -> tuple[jax.Array, jax.Array]:
+        """Return the weighted keys, transposed, and what they add to the normaliser."""
+        refs = self.refs
+        k_tile = refs.k_smem.at[stage, :, pl.ds(work.k_offset, TILE)].transpose((1, 0))
+        keys = plgpu.load(k_tile, layout=ACCUMULATOR, optimized=False).astype(jnp.float32)
+        weighted = keys * load_columns(refs.weights_smem.at[stage])
+        if refs.normalizer_weights is None:
+            return weighted, weighted.sum(axis=1)
+        return weighted, (keys * load_columns(refs.normalizer_weights_smem.at[stage])).sum(axis=1)
+
+    def _v_tile(self, work: _Work, stage: Index) -> Ref:
+        v_smem = self.refs.v_smem
+        if self.block.splits_columns:
+            return v_smem.at[stage, :, pl.ds(work.v_offset, self.block.width)]
+        return v_smem.at[stage]
+
+    def _add_chunk(
+        self, work: _Work, first_tile: Index, memory: jax.Array, normalizer: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Add the positions of a chunk."""
+
+        def accumulate(refs: tuple[Ref, Ref]) -> None:
+            memory_acc, normalizer_ref = refs
+            for n in range(self.tiles_per_chunk):
+                stage = self.ring.wait(first_tile + n)
+                keys, added = self._weighted_keys(work, stage)  # while the matmul before runs
+                normalizer_ref[...] += added
+                plgpu.wgmma(memory_acc, keys.astype(jnp.bfloat16), self._v_tile(work, stage))
+                if n:
+                    plgpu.wgmma_wait(1)
+                    self.ring.release(first_tile + n - 1)
+            plgpu.wgmma_wait(0)
+            self.ring.release(first_tile + self.tiles_per_chunk - 1)
+
+        memory, normalizer = pl.run_state(accumulate)((plgpu.ACC.init(memory), normalizer))
+        return memory, normalizer
+
+    def _add_chunk_simulated(
+        self, work: _Work, first_tile: Index, memory: jax.Array, normalizer: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Do the same on the simulated GPU, which has no matmul with an operand in registers."""
+        for n in range(self.tiles_per_chunk):
+            stage = self.ring.wait(first_tile + n)
+            keys, added = self._weighted_keys(work, stage)
+            rounded = keys.astype(jnp.bfloat16).astype(jnp.float32)
+            memory = memory + jnp.dot(rounded, self._v_tile(work, stage)[...].astype(jnp.float32))
+            normalizer = normalizer + added
+            self.ring.release(first_tile + n)
+        return memory, normalizer
+
+    # The warpgroup that loads.
+
+    def _load(self, batch: Index, head: Index, k_start: Index, v_start: Index) -> None:
+        refs, num_tiles = self.refs, self.num_chunks * self.tiles_per_chunk
+
+        @pl.loop(0, num_tiles)
+        def _(n: Index) -> None:
+            positions = pl.ds((num_tiles - 1 - n if self.backwards else n) * TILE, TILE)
+            copies = [
+                (refs.k.at[batch, positions, head, pl.ds(k_start, self.block.rows)], refs.k_smem),
+                (refs.v.at[batch, positions, head, pl.ds(v_start, self.block.columns)], refs.v_smem),
+                (refs.weights.at[batch, head, positions], refs.weights_smem),
+            ]
+            if refs.normalizer_weights is not None:
+                copies.append((refs.normalizer_weights.at[batch, head, positions], refs.normalizer_weights_smem))
+            self.ring.fill(n, *copies)
+
+        if self.interpret:
+            self.ring.drain(num_tiles)
 
 
 def compute_memories(
@@ -41,174 +252,74 @@ def compute_memories(
     normalizer_weights: Float[Array, "b h s"] | None = None,
     backwards: bool = False,
     last_only: bool = False,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Memories:
     """Compute the memory before each chunk and after the last.
 
     Args:
         k: Keys, bfloat16.
         v: Values, bfloat16.
-        weights: What each position writes.
-        keep: What each chunk leaves of the memory before it.
+        weights: The factor of what each position writes.
+        keep: The factor of the memory that each chunk keeps.
         tiling: The tiles.
         first: The memory and the normaliser before the first chunk; empty by default.
-        normalizer_weights: What each position writes into the normaliser, if not `weights`.
-        backwards: Whether to walk from the last chunk to the first. What belongs to a chunk is then what comes from the
+        normalizer_weights: The factor of what each position writes to the normaliser, if not `weights`.
+        backwards: Whether to pass from the last chunk to the first. The memory of a chunk is then what comes from the
             chunks after it, and `last` is what comes from all.
-        last_only: Whether to leave out what belongs to each chunk, as if there were none.
+        last_only: Whether to return no memories of chunks.
         interpret: How to simulate a GPU on a CPU.
     """
     b, s, h, qk_dim = k.shape
-    v_dim, num_chunks = v.shape[-1], s // tiling.chunk_size
-    tiles = tiling.states
-    steps, per_chunk, width = s // TILE, tiling.chunk_size // TILE, tiles.width
-
-    def body(r: SimpleNamespace) -> None:
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
-        k_start, v_start = lax.axis_index("rows") * tiles.rows, lax.axis_index("columns") * tiles.columns
-        ring = Ring(tiles.slots, r.full, r.empty)
-
-        def compute(warpgroup: Any) -> None:
-            my_k = 0 if tiles.splits_columns else warpgroup * TILE
-            my_v = warpgroup * width if tiles.splits_columns else 0
-            rows, columns = pl.ds(k_start + my_k, TILE), pl.ds(v_start + my_v, width)
-            writes_normalizer = v_start + my_v == 0
-
-            def weighted(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-                """Return the weighted keys, transposed, and what they add to the normaliser."""
-                mine = r.k_tiles.at[slot, :, pl.ds(my_k, TILE)].transpose((1, 0))
-                keys = plgpu.load(mine, layout=MATRIX, optimized=False).astype(jnp.float32)
-                written = keys * load_column(r.weight_tiles.at[slot])
-                if normalizer_weights is None:
-                    return written, written.sum(axis=1)
-                return written, (keys * load_column(r.normalizer_weight_tiles.at[slot])).sum(axis=1)
-
-            def values(slot: jax.Array) -> Any:
-                return r.v_tiles.at[slot, :, pl.ds(my_v, width)] if tiles.splits_columns else r.v_tiles.at[slot]
-
-            def add_chunk(start: Any, memory: jax.Array, normalizer: jax.Array) -> tuple[jax.Array, jax.Array]:
-                """Add the positions of a chunk whose first tile is the `start`-th."""
-                if interpret:  # without products of registers
-                    for n in range(per_chunk):
-                        slot = ring.take(start + n)
-                        keys, added = weighted(slot)
-                        rounded = keys.astype(jnp.bfloat16).astype(jnp.float32)
-                        memory = memory + jnp.dot(rounded, values(slot)[...].astype(jnp.float32))
-                        normalizer = normalizer + added
-                        ring.give_back(start + n)
-                    return memory, normalizer
-
-                def accumulate(refs: Any) -> None:
-                    memory, normalizer = refs
-                    for n in range(per_chunk):
-                        slot = ring.take(start + n)
-                        keys, added = weighted(slot)  # while the product before is computed
-                        normalizer[...] += added
-                        plgpu.wgmma(memory, keys.astype(jnp.bfloat16), values(slot))
-                        if n:
-                            plgpu.wgmma_wait(1)
-                            ring.give_back(start + n - 1)
-                    plgpu.wgmma_wait(0)
-                    ring.give_back(start + per_chunk - 1)
-
-                return tuple(pl.run_state(accumulate)((plgpu.ACC.init(memory), normalizer)))
-
-            def chunk_of(step: Any) -> Any:
-                step = jnp.minimum(step, num_chunks - 1)
-                return num_chunks - 1 - step if backwards else step
-
-            def chunk(step: Any, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                memory, normalizer, kept = carried
-                if not last_only:
-                    c = chunk_of(step)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written before has left the staging
-                    r.staging[warpgroup] = memory.astype(jnp.bfloat16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(r.staging.at[warpgroup], r.chunks.at[batch, head, c, rows, columns])
-
-                    @pl.when(writes_normalizer)
-                    def _() -> None:
-                        r.normalizers[batch, head, c, rows] = normalizer
-
-                memory, normalizer = memory * kept, normalizer * kept
-                kept = r.keep[batch, head, chunk_of(step + 1)]  # early, as it comes from far away
-                return *add_chunk(step * per_chunk, memory, normalizer), kept
-
-            if first is None:
-                memory, normalizer = zeros(TILE, width), zeros(TILE)
-            else:
-                memory = plgpu.load(r.first.at[batch, head, rows, columns], layout=MATRIX, optimized=False)
-                normalizer = plgpu.load(r.first_normalizer.at[batch, head, rows], layout=ROW, optimized=False)
-            start = memory, normalizer, r.keep[batch, head, chunk_of(0)]
-            memory, normalizer, _ = lax.fori_loop(0, num_chunks, chunk, start)
-            r.last[batch, head, rows, columns] = memory
-
-            @pl.when(writes_normalizer)
-            def _() -> None:
-                r.last_normalizer[batch, head, rows] = normalizer
-
-            if not last_only:
-                plgpu.wait_smem_to_gmem(0)
-
-        def move() -> None:
-            @pl.loop(0, steps)
-            def _(n: Any) -> None:
-                positions = pl.ds((steps - 1 - n if backwards else n) * TILE, TILE)
-                copies = [
-                    (r.k.at[batch, positions, head, pl.ds(k_start, tiles.rows)], r.k_tiles),
-                    (r.v.at[batch, positions, head, pl.ds(v_start, tiles.columns)], r.v_tiles),
-                    (r.weights.at[batch, head, positions], r.weight_tiles),
-                ]
-                if normalizer_weights is not None:
-                    copies.append((r.normalizer_weights.at[batch, head, positions], r.normalizer_weight_tiles))
-                ring.fill(n, *copies)
-
-            if interpret:
-                ring.drain(steps)
-
-        cooperate(tiles.num_warpgroups, compute=compute, move=move)
-
-    def tile(width: int) -> Any:
-        return plgpu.SMEM((tiles.slots, TILE, width), jnp.bfloat16, transforms=TILED)
-
-    vectors = plgpu.SMEM((tiles.slots, TILE), jnp.float32)
-    scratch = {"k_tiles": tile(tiles.rows), "v_tiles": tile(tiles.columns), "weight_tiles": vectors}
-    if normalizer_weights is not None:
-        scratch["normalizer_weight_tiles"] = vectors
-    if not last_only:
-        scratch["staging"] = plgpu.SMEM((tiles.num_warpgroups, TILE, width), jnp.bfloat16, transforms=TILED)
-    copies = 3 if normalizer_weights is None else 4
-    float32, bfloat16 = jnp.float32, jnp.bfloat16
-    kept = {
-        "chunks": jax.ShapeDtypeStruct((b, h, num_chunks, qk_dim, v_dim), bfloat16),
-        "normalizers": jax.ShapeDtypeStruct((b, h, num_chunks, qk_dim), float32),
+    v_dim, num_chunks, block = v.shape[-1], s // tiling.chunk_size, tiling.states
+    first_memory, first_normalizer = (None, None) if first is None else first
+    chunks = {
+        "chunks": jax.ShapeDtypeStruct((b, h, num_chunks, qk_dim, v_dim), jnp.bfloat16),
+        "normalizers": jax.ShapeDtypeStruct((b, h, num_chunks, qk_dim), jnp.float32),
     }
-    body.__name__ = "mlstm_memories" if not backwards else "mlstm_memory_gradients"
+    last = {
+        "last": jax.ShapeDtypeStruct((b, h, qk_dim, v_dim), jnp.float32),
+        "last_normalizer": jax.ShapeDtypeStruct((b, h, qk_dim), jnp.float32),
+    }
     results = launch(
-        body,
+        lambda refs: _Kernel(refs, tiling, num_chunks, backwards, interpret)(),
+        _Refs,
+        name="mlstm_memory_gradients" if backwards else "mlstm_memories",
         inputs={
             "k": k,
             "v": v,
             "weights": weights,
             "normalizer_weights": normalizer_weights,
             "keep": keep,
-            "first": None if first is None else first[0],
-            "first_normalizer": None if first is None else first[1],
+            "first": first_memory,
+            "first_normalizer": first_normalizer,
         },
-        outputs=({} if last_only else kept)
-        | {
-            "last": jax.ShapeDtypeStruct((b, h, qk_dim, v_dim), float32),
-            "last_normalizer": jax.ShapeDtypeStruct((b, h, qk_dim), float32),
-        },
-        scratch=scratch | ring_barriers(tiles.slots, tiles.num_warpgroups, copies),
+        outputs=last if last_only else chunks | last,
+        scratch=_scratch(block, has_normalizer_weights=normalizer_weights is not None, last_only=last_only),
         # The last axis is the fastest: blocks that run at the same time share keys and values in the cache.
-        grid={"batch": b, "head": h, "columns": v_dim // tiles.columns, "rows": qk_dim // tiles.rows},
-        num_warpgroups=tiles.num_warpgroups + 1,
+        grid={"batch": b, "head": h, "columns": v_dim // block.columns, "rows": qk_dim // block.rows},
+        num_warpgroups=block.num_warpgroups + 1,
         interpret=interpret,
     )
+    results = run_once(results)
     if last_only:
         results |= {
-            "chunks": jnp.zeros((b, h, 0, qk_dim, v_dim), bfloat16),
+            "chunks": jnp.zeros((b, h, 0, qk_dim, v_dim), jnp.bfloat16),
             "normalizers": jnp.zeros((b, h, 0, qk_dim)),
         }
     return Memories(**results)
+
+
+def _scratch(block: StateTiling, *, has_normalizer_weights: bool, last_only: bool) -> dict[str, Any]:
+    """Return the shared memory and the barriers of a thread block."""
+
+    def tile(num_columns: int) -> Any:
+        return plgpu.SMEM((block.slots, TILE, num_columns), jnp.bfloat16, transforms=OPERAND)
+
+    per_position = plgpu.SMEM((block.slots, TILE), jnp.float32)
+    scratch = {"k_smem": tile(block.rows), "v_smem": tile(block.columns), "weights_smem": per_position}
+    if has_normalizer_weights:
+        scratch["normalizer_weights_smem"] = per_position
+    if not last_only:
+        staging_shape = block.num_warpgroups, TILE, block.width
+        scratch["staging_smem"] = plgpu.SMEM(staging_shape, jnp.bfloat16, transforms=OPERAND)
+    return scratch | ring_barriers(block.slots, block.num_warpgroups, copies=3 + has_normalizer_weights)

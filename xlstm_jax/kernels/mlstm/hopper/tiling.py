@@ -2,14 +2,10 @@
 
 import dataclasses
 
-TILE = 64
-"""Positions of a tile; also the rows of a matrix product of one warpgroup."""
-ROWS = 2 * TILE
-"""Positions whose outputs one block computes, half of them by each of its two computing warpgroups."""
+from xlstm_jax.kernels.mosaic_gpu.device import NUM_SMS, ROWS, TILE
+
 MAX_WIDTH = 256
 """Columns of the widest accumulator that a warpgroup can hold."""
-NUM_SMS = 132
-"""Multiprocessors of an H100 or H200, each of which holds one block at a time."""
 SHARED_NUMBERS = 108 * 1024
 """Numbers of two bytes that the tiles of a block may take of its shared memory; the rest is for vectors."""
 SHARED_NUMBERS_OF_FEW_VECTORS = 112 * 1024

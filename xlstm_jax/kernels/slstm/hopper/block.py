@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xlstm_jax.kernels.mosaic_gpu.pallas import pl, plgpu, store
-from xlstm_jax.kernels.mosaic_gpu.ring import TILED
+from xlstm_jax.kernels.mosaic_gpu.tiles import OPERAND
 from xlstm_jax.kernels.slstm.hopper.limits import ROWS, SAVED
 
 UNITS = 64
@@ -41,7 +41,7 @@ WGMMA = plgpu.Layout.WGMMA
 ALONG_UNITS = plgpu.Layout.WGMMA_TRANSPOSED
 """As `WGMMA`, but a thread has neighbouring units, not rows: so it reads and writes arrays whose last axis is units."""
 OF_ROW = plgpu.Layout.WGMMA.reduce(0)
-TILED_FLOATS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+FLOAT_TILES = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 CELLS = UNITS, ROWS
 LINES = 2, UNITS * ROWS // 2
 """What is saved of the cells of a warpgroup, for copies: quick for long axes, and at most 256 numbers of each."""
@@ -267,7 +267,7 @@ def launch(
     num_exchanged = 4 * w if tiling.is_backward else w
 
     def ring(tile: jax.ShapeDtypeStruct) -> Any:
-        transforms = TILED if tile.dtype == jnp.bfloat16 else TILED_FLOATS
+        transforms = OPERAND if tile.dtype == jnp.bfloat16 else FLOAT_TILES
         is_tiled = tile.shape == (ROWS, UNITS)
         shape = tiling.ring_depth, w, *tile.shape
         return plgpu.SMEM(shape, tile.dtype, transforms=transforms if is_tiled else ())
@@ -284,8 +284,8 @@ def launch(
         num_threads=w,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((w, max(in_smem, 1), UNITS, UNITS), jnp.bfloat16, transforms=TILED),
-            plgpu.SMEM((2, num_exchanged, ROWS, UNITS), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((w, max(in_smem, 1), UNITS, UNITS), jnp.bfloat16, transforms=OPERAND),
+            plgpu.SMEM((2, num_exchanged, ROWS, UNITS), jnp.bfloat16, transforms=OPERAND),
             plgpu.Barrier(num_barriers=w),
             plgpu.Barrier(num_arrivals=w),
             *rings,
