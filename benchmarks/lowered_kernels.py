@@ -226,10 +226,10 @@ def write_with(package: Path, folder: Path, only: str) -> None:
 
 
 def read(folder: Path, only: str) -> dict[str, str]:
-    """Return the programs in a folder by name."""
+    """Return the programs of the cases in a folder whose name has a match."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    names = {str(file.relative_to(folder)): file for file in files}
-    return {name: file.read_text(encoding="utf-8") for name, file in names.items() if re.search(only, name)}
+    chosen = [file for file in files if re.search(only, str(file.parent.relative_to(folder)))]
+    return {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in chosen}
 
 
 def compare(ours: dict[str, str], others: dict[str, str]) -> bool:
