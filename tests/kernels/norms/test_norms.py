@@ -219,7 +219,7 @@ def small_gpu(monkeypatch):
     """Simulate a GPU of one multiprocessor, whose blocks have several tiles each; return how."""
     from xlstm_jax.kernels.mosaic_gpu.pallas import plgpu
 
-    monkeypatch.setattr(tiling, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(tiling, "NUM_SMS", 1)
     return plgpu.InterpretGPUParams()
 
 

@@ -86,7 +86,7 @@ def choose_form(
     scale: float,
     backend: Backend,
 ) -> tuple[Form, str]:
-    """Return how documents are kept apart, and what is to be said about it.
+    """Return how documents are kept apart, and the description to log.
 
     Raises:
         ValueError: If the backend is `mosaic` and cannot run, with the reason.
@@ -124,7 +124,7 @@ def run_mosaic(
         scale: Multiplies the products of queries and keys.
         interpret: How to simulate a GPU on a CPU.
     """
-    # Only here: it does not exist in the versions of JAX that other devices are content with.
+    # Imported here, as it needs a newer JAX than the other forms.
     from xlstm_jax.kernels.attention.hopper.attention import mosaic_attention
 
     length, tiling = q.shape[1], TILINGS[q.shape[-1]]

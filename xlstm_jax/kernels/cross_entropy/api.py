@@ -1,8 +1,8 @@
 """The cross-entropy of targets from features: each token's loss, and gradients, with or without keeping logits.
 
-The vocabulary may be split over devices, so there are two halves, between which what devices found is put together.
-Plain JAX computes the logits of a few tokens at a time; on Hopper GPUs, the forward pass has none in memory at all. If
-they are kept nevertheless, the backward pass is spared a product.
+The vocabulary may be sharded over devices, so there are two halves, between which callers combine the sums of all
+devices. Plain JAX computes the logits of a few tokens at a time; on Hopper GPUs, the forward pass has none in memory at
+all. If logits are saved nevertheless, the backward pass needs one matmul less.
 """
 
 import logging
@@ -41,13 +41,13 @@ def vocabulary_sums(
         x: The features of tokens.
         kernel: The projection to this device's part of the vocabulary.
         targets: Where the target of each token is in that part; outside of it if it is in another.
-        dtype: Precision of the products, whose sums are float32 at least.
+        dtype: Precision of the matmuls, whose sums are float32 at least.
         cap: Logits are squashed into (-cap, cap); `None` leaves them as they are.
-        tokens_per_chunk: How many tokens plain JAX treats at once.
-        keep_logits: Whether to keep all logits for `gradients`.
+        tokens_per_chunk: How many tokens plain JAX computes at once.
+        keep_logits: Whether to save all logits for `gradients`.
 
     Returns:
-        The sums of each token, and what is kept.
+        The sums of each token, and the saved logits.
     """
     options = {"cap": cap, "keep_logits": keep_logits}
     if _is_fused(x.shape[0], kernel, dtype):
@@ -77,15 +77,15 @@ def gradients(
 ) -> tuple[Float[Array, "t d"], Float[Array, "d v"]]:
     """Compute the gradients of features and kernel, a few tokens at a time.
 
-    It is written out because JAX would multiply the gradients of logits in float32, at a fraction of the speed of
-    bfloat16, and scatter those of the targets. The gradient of the kernel adds up in the kernel's own precision.
+    It is not left to JAX, which would multiply the gradients of logits in float32, at a fraction of the speed of
+    bfloat16, and scatter those of the targets. The gradient of the kernel is accumulated in the kernel's own precision.
 
     Args:
         x: As for `vocabulary_sums`; so are `kernel`, `targets`, `dtype` and `cap`.
         log_totals: The logarithm of the sum of the exponentials of all logits of each token.
         dlosses: The gradient of each token's loss.
-        kept: The logits; computed again if they were not kept.
-        tokens_per_chunk: How many tokens are treated at once.
+        kept: The logits; recomputed if they were not saved.
+        tokens_per_chunk: How many tokens are computed at once.
     """
     narrow = kernel.astype(dtype)
     is_fused = kept is None and _is_fused(min(tokens_per_chunk, x.shape[0]), kernel, dtype)

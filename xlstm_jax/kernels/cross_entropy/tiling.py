@@ -1,11 +1,11 @@
-"""How the kernels for Hopper GPUs cut logits into tiles: plain numbers, known before anything runs."""
+"""The tiles of logits of the kernels for Hopper GPUs: plain numbers, known before anything runs."""
 
 from xlstm_jax.kernels.mosaic_gpu.device import NUM_SMS, ROWS, TILE
 
 COLUMNS = 256
 """Logits of a token that a warpgroup computes at once."""
 CLUSTER = 2
-"""Blocks that load the kernel together."""
+"""Thread blocks that load the projection together."""
 NUM_CLUSTERS = NUM_SMS // CLUSTER
 """How many run at once on an H100 or H200."""
 MAX_SPLITS = 8
@@ -17,7 +17,7 @@ MULTIPLE_OF_VOCABULARY = 64
 
 
 def num_splits(num_tokens: int) -> int:
-    """Return into how many parts to cut the vocabulary so that the blocks fill a GPU evenly."""
+    """Return into how many parts to split the vocabulary so that thread blocks fill a GPU evenly."""
     clusters = num_tokens // MULTIPLE_OF_TOKENS
 
     def share(splits: int) -> float:

@@ -70,7 +70,7 @@ def mlstm(
             for GPUs.
 
     Returns:
-        The hidden states, and the last state if asked for.
+        The hidden states, and the last state if requested.
     """
     _check(q, k, v, igate, fgate, state, resets, chunk_size)
     _check_eps(eps)
@@ -79,13 +79,13 @@ def mlstm(
     log_forget = jax.nn.log_sigmoid(fgate.astype(dtype))
     b, s, h, qk_dim = q.shape
     form = resolve_backend(backend, v.dtype, qk_dim, v.shape[-1], eps)
-    does_more = state is not None or return_state or _is_filled_up(qk_dim, v.shape[-1])
+    does_more = state is not None or return_state or _is_padded(qk_dim, v.shape[-1])
     if backend == "auto" and form == "mosaic" and does_more and _is_small(b, s, h):
         log_once(LOGGER, "mLSTM, for a few positions: the chunkwise form in plain JAX.")
         form, chunk_size = "chunkwise", s
     if state is not None:
         state = materialize(_in_constant_units(_cast(state, dtype)))
-    elif form != "mosaic":  # whose kernels begin with zeros by themselves
+    elif form != "mosaic":  # whose kernels initialise the memory themselves
         state = materialize(empty_state(b, h, qk_dim, v.shape[-1], dtype))
     hidden, last = _implementation(form, chunk_size, eps, return_state)(q, k, v, log_input, log_forget, state, resets)
     return (hidden, _in_constant_units(last)) if return_state else hidden
@@ -105,7 +105,7 @@ def mlstm_step(
 ) -> tuple[Float[Array, "b h v"], MLSTMState]:
     """Run one token through an mLSTM cell: the arguments and results of `mlstm` without the sequence axis.
 
-    `auto` takes the kernel for Hopper GPUs where it can, `mosaic` always, but for heads that only sequences fill up;
+    `auto` takes the kernel for Hopper GPUs where it can, `mosaic` always, except for heads that only sequences pad;
     all other backends step in plain JAX.
     """
     _check_step(q, k, v, igate, fgate, state)
@@ -124,7 +124,7 @@ def mlstm_step(
             hidden, state = mosaic_step(state, q, k, v, log_input, log_forget, eps=eps)
             return hidden.astype(v.dtype), _in_constant_units(state)
     qk_dim, v_dim = q.shape[-1], v.shape[-1]
-    is_for_sequences = _is_filled_up(qk_dim, v_dim) and tiling_problem(qk_dim, v_dim) is None
+    is_for_sequences = _is_padded(qk_dim, v_dim) and tiling_problem(qk_dim, v_dim) is None
     if backend == "mosaic" and (hopper_unavailable_reason() or not is_for_sequences):
         raise ValueError(f"The mLSTM backend 'mosaic' cannot take a token here: {problem}. Choose 'auto'.")
     log_once(LOGGER, f"mLSTM, token by token: plain JAX, as {problem}.")
@@ -137,7 +137,7 @@ def _is_small(b: int, s: int, h: int) -> bool:
     return s <= CHUNK_SIZES[-1] and b * s * h <= FEW_POSITIONS
 
 
-def _is_filled_up(qk_dim: int, v_dim: int) -> bool:
+def _is_padded(qk_dim: int, v_dim: int) -> bool:
     return (qk_dim, v_dim) not in HEAD_DIMS
 
 
@@ -153,7 +153,7 @@ def _in_constant_units(state: MLSTMState) -> MLSTMState:
 def choose_backend(
     dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512, eps: float = 1e-6
 ) -> tuple[Form, str]:
-    """Return the form that `auto` picks on this device, and what is to be said about it.
+    """Return the form that `auto` picks on this device, and the reason to log.
 
     Args:
         dtype: The type of queries, keys and values.
@@ -164,7 +164,7 @@ def choose_backend(
     if problem := mosaic_problem(dtype, qk_dim, v_dim, eps):
         return "chunkwise", f"the chunkwise form in plain JAX, as {problem}"
     reason = "the chunkwise form in kernels for Hopper GPUs"
-    if _is_filled_up(qk_dim, v_dim):
+    if _is_padded(qk_dim, v_dim):
         tiling = choose_tiling(qk_dim, v_dim, 1)
         reason += f", with heads of {qk_dim}/{v_dim} filled up to {tiling.qk_dim}/{tiling.v_dim}"
     return "mosaic", reason
@@ -186,7 +186,7 @@ def mosaic_problem(dtype: DTypeLike, qk_dim: int, v_dim: int, eps: float = 1e-6)
 def resolve_backend(
     backend: Backend, dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512, eps: float = 1e-6
 ) -> Form:
-    """Return the form that computes on this device, and say what `auto` picks; a `ValueError` says why none can.
+    """Return the form that computes on this device, and log what `auto` picks; a `ValueError` says why none can.
 
     The arguments after the first are those of `choose_backend`.
     """
@@ -224,7 +224,7 @@ def _chunkwise_of_any_length(q, k, v, log_input, log_forget, state, resets, *, c
 
 
 def _mosaic_of_any_shape(q, k, v, log_input, log_forget, state, resets, *, eps, return_state):
-    # Only here: it does not exist in the versions of JAX that other devices are content with.
+    # Imported here, as it needs a newer JAX than the other forms.
     from xlstm_jax.kernels.mlstm.hopper.chunkwise import mlstm_mosaic
 
     (_, s, _, qk_dim), v_dim = q.shape, v.shape[-1]
@@ -243,7 +243,7 @@ def _mosaic_of_any_shape(q, k, v, log_input, log_forget, state, resets, *, eps, 
 
 
 def _padded(q, k, v, log_input, log_forget, resets, *, multiple):
-    """Make a sequence longer, to a multiple of a length, by positions that forget nothing and write nothing."""
+    """Pad a sequence to a multiple of a length with positions that forget nothing and write nothing."""
     padding = -q.shape[1] % multiple
 
     def padded(x: jax.Array, value: float = 0) -> jax.Array:

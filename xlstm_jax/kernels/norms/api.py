@@ -1,4 +1,4 @@
-"""Norms for callers: in one pass over memory where a kernel can, in plain JAX elsewhere."""
+"""Norms for callers: in one pass over memory where there is a kernel, in plain JAX elsewhere."""
 
 import logging
 import math
@@ -31,7 +31,7 @@ def rms_norm(x: Float[Array, "*rows d"], scale: Float[Array, " d"], *, eps: floa
     *rows, width = x.shape
     if not _is_fused("RMS norm", math.prod(rows), 1, width, x.dtype):
         return reference.rms_norm(x, scale, eps=eps)
-    # Only here: it does not exist in the versions of JAX that other devices are content with.
+    # Imported here, as it needs a newer JAX than plain norms.
     from xlstm_jax.kernels.norms import hopper
 
     # Traced and lowered once for all layers of a model.
@@ -84,7 +84,7 @@ def fused_problem(num_rows: int, num_heads: int, width: int, *dtypes: DTypeLike)
     """Return why the kernels for Hopper GPUs do not compute a norm here, or `None` if they do.
 
     Args:
-        num_rows: How many rows there are.
+        num_rows: The number of rows.
         num_heads: Heads in a row, each with its own statistics.
         width: Numbers in a head.
         *dtypes: The types of all arrays of rows.

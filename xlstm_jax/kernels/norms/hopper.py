@@ -1,8 +1,8 @@
-"""Norms on a Hopper GPU: each number is read once and written once, forwards and backwards.
+"""Norms on a Hopper GPU: each number is read once and written once, in the forward and in the backward pass.
 
-Memory is all that counts. A block walks over tiles of whole rows of one head, and has the next tile on its way into
-registers while it computes with one; several blocks share a multiprocessor. Statistics come from the tile itself, so
-nothing but the inputs is kept for the backward pass:
+The bandwidth of memory is the limit. A thread block runs over tiles of whole rows of one head, and prefetches the next
+tile into registers while it computes with one; several blocks share a multiprocessor. The backward pass computes the
+statistics again from its tile, so nothing but the inputs is saved for it:
 
     n = (x - mean) r,     r = 1/sqrt(variance + eps)                   without the mean for `rms_norm`
     y = n scale sigmoid(gate)
@@ -10,10 +10,11 @@ nothing but the inputs is kept for the backward pass:
     dgate  = dn n (1 - sigmoid(gate))
     dscale = sum over rows of dy n sigmoid(gate)
 
-Each block adds up its part of `dscale`, in registers; the few hundred parts are summed by XLA. Numbers are float32
-inside, and are rounded once.
+Each block sums its part of `dscale` in registers, and XLA sums the few hundred parts. Computations are in float32, and
+results are rounded once.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from xlstm_jax.kernels.mosaic_gpu.pallas import pl, plgpu, store
+from xlstm_jax.kernels.mosaic_gpu.pallas import Index, Interpret, Ref, pl, plgpu, store
 from xlstm_jax.kernels.norms.tiling import LANES, WARPS, Tiling, choose_tiling, num_blocks
 
 LOG2_E = 1.4426950408889634
@@ -34,7 +35,7 @@ RESIDENT = {
     "gated_head_norm": {16: 6, 24: 4, 32: 3},
     "gated_head_norm_gradients": {16: 3, 32: 2},
 }
-"""Blocks for which the registers of a multiprocessor are enough, as compiled, by the most numbers in a thread."""
+"""Blocks for which the registers of a multiprocessor suffice, as compiled, by the most numbers in a thread."""
 COLUMNS = plgpu.Layout.TILED(
     plgpu.Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(plgpu.Replicated(4), -2), vector_dim=-1
 )
@@ -42,7 +43,7 @@ COLUMNS = plgpu.Layout.TILED(
 
 
 class _Rows:
-    """What is done with the rows of a tile; their numbers are among the threads as a tiling says."""
+    """Operations on the rows of a tile, which is spread over the threads as a tiling says."""
 
     def __init__(self, tiling: Tiling):
         self.shape = tiling.rows, tiling.width
@@ -52,7 +53,7 @@ class _Rows:
         return plgpu.load(ref, layout=self.layout, optimized=False)
 
     def load_column(self, ref: Any) -> jax.Array:
-        """Load a number for each column, repeated over the rows."""
+        """Load one number per column, repeated over the rows."""
         row = plgpu.load(ref, layout=self.layout.reduce(0), optimized=False)
         return lax.broadcast_in_dim(row, self.shape, [1])
 
@@ -67,14 +68,14 @@ class _Rows:
         return x - self.mean(x)
 
     def normalize(self, x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-        """Return rows divided by their root mean square, and by what they were multiplied."""
+        """Return rows divided by their root mean square, and the inverse of that."""
         mean_square = jnp.sum(x * x, axis=1) * (1 / self.shape[1])
         r = lax.broadcast_in_dim(lax.rsqrt(mean_square + eps), self.shape, [0])
         return x * r, r
 
 
 def _layout(tiling: Tiling) -> Any:
-    """Return where the numbers of a tile are among the threads; Pallas wants dimensions of 1 to be left out."""
+    """Return the layout of a tile over the threads; Pallas needs dimensions of 1 to be left out."""
     part, vector = tiling.lanes * tiling.vector, (tiling.vector,)
     if tiling.lanes < LANES:  # A warp has several rows: [warps, 1, rows, lanes, vector].
         rows = LANES // tiling.lanes
@@ -95,7 +96,7 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm(
-    x: Float[Array, "rows d"], scale: Float[Array, " d"], eps: float, interpret: Any = None
+    x: Float[Array, "rows d"], scale: Float[Array, " d"], eps: float, interpret: Interpret = None
 ) -> Float[Array, "rows d"]:
     """Compute `reference.rms_norm` of bfloat16.
 
@@ -110,7 +111,7 @@ def rms_norm(
         normed, _ = rows.normalize(x, eps)
         return [normed * scale], None
 
-    (y,) = _walk("rms_norm", compute, [x[:, None]], scale[None], num_outputs=1, has_sums=False, interpret=interpret)
+    (y,) = _launch("rms_norm", compute, [x[:, None]], scale[None], num_outputs=1, has_sums=False, interpret=interpret)
     return y[:, 0]
 
 
@@ -128,7 +129,7 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm_with_skip(
-    x: Float[Array, "rows d"], scale: Float[Array, " d"], eps: float, interpret: Any = None
+    x: Float[Array, "rows d"], scale: Float[Array, " d"], eps: float, interpret: Interpret = None
 ) -> tuple[Float[Array, "rows d"], Float[Array, "rows d"]]:
     """Return the features as they are, and `rms_norm` of them: one kernel adds up the gradients of both.
 
@@ -162,7 +163,7 @@ def _rms_norm_gradients(x, scale, dy, dskip, eps, interpret):
 
     arrays = [array[:, None] for array in (x, dy, dskip) if array is not None]
     name = "rms_norm_gradients" if dskip is None else "rms_norm_with_skip_gradients"
-    dx, dscale = _walk(name, compute, arrays, scale[None], num_outputs=1, has_sums=True, interpret=interpret)
+    dx, dscale = _launch(name, compute, arrays, scale[None], num_outputs=1, has_sums=True, interpret=interpret)
     return dx[:, 0], dscale[0]
 
 
@@ -172,7 +173,7 @@ def gated_head_norm(
     gate: Float[Array, "rows h d"],
     scale: Float[Array, "h d"],
     eps: float,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Float[Array, "rows h d"]:
     """Compute `reference.gated_head_norm` of bfloat16.
 
@@ -189,7 +190,7 @@ def gated_head_norm(
         return [normed * scale * _sigmoid(gate)], None
 
     arrays = [hidden, gate]
-    (y,) = _walk("gated_head_norm", compute, arrays, scale, num_outputs=1, has_sums=False, interpret=interpret)
+    (y,) = _launch("gated_head_norm", compute, arrays, scale, num_outputs=1, has_sums=False, interpret=interpret)
     return y
 
 
@@ -210,30 +211,100 @@ def _gated_head_norm_backward(eps, interpret, residuals, dy):
         return [dhidden, overlap * (1 - opened)], let_through * normed
 
     name = "gated_head_norm_gradients"
-    return tuple(_walk(name, compute, [*arrays, dy], scale, num_outputs=2, has_sums=True, interpret=interpret))
+    return tuple(_launch(name, compute, [*arrays, dy], scale, num_outputs=2, has_sums=True, interpret=interpret))
 
 
 gated_head_norm.defvjp(_gated_head_norm_forward, _gated_head_norm_backward)
 
 
-def _walk(
+Compute = Callable[..., tuple[list[jax.Array], jax.Array | None]]
+"""Computes tiles of the outputs, and of what is summed over rows, from `_Rows`, the scale and tiles of the inputs."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Refs:
+    """The references of a kernel."""
+
+    inputs: Sequence[Ref]  # [rows, h, d]
+    scale: Ref  # [h, d]
+    outputs: Sequence[Ref]  # [rows, h, d]
+    sums: Ref = None  # [blocks, h, d]
+    staging_smem: Ref = None  # [rows of a tile, d]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A kernel that runs over the rows of a head, a tile at a time."""
+
+    refs: _Refs
+    compute: Compute
+    tiling: Tiling
+    num_tiles: int
+    num_blocks: int
+
+    @property
+    def rows(self) -> _Rows:
+        """The operations on the rows of a tile."""
+        return _Rows(self.tiling)
+
+    def __call__(self) -> None:
+        """Run over the tiles of a thread block."""
+        block, head = lax.axis_index("block"), lax.axis_index("head")
+        scale = self.rows.load_column(self.refs.scale.at[head])
+        carry = self._load(block, head), () if self.refs.sums is None else self.rows.zeros()
+        num_steps = (self.num_tiles - block + self.num_blocks - 1) // self.num_blocks
+        _, sums = lax.fori_loop(0, num_steps, functools.partial(self._step, block, head, scale), carry)
+        if self.refs.sums is not None:
+            self._store_sums(block, head, sums)
+
+    def _load(self, tile: Index, head: Index) -> tuple[jax.Array, ...]:
+        rows = pl.ds(tile * self.tiling.rows, self.tiling.rows)
+        return tuple(self.rows.load(ref.at[rows, head]) for ref in self.refs.inputs)
+
+    def _step(
+        self, block: Index, head: Index, scale: jax.Array, n: Index, carry: tuple[tuple[jax.Array, ...], Any]
+    ) -> tuple[tuple[jax.Array, ...], Any]:
+        """Prefetch the next tile, compute with the one that was loaded, and store the results."""
+        loaded, sums = carry
+        tile = block + n * self.num_blocks
+        # After its last tile, a block loads that one again, from the cache, and does not use it.
+        has_next = tile + self.num_blocks < self.num_tiles
+        prefetched = self._load(jnp.where(has_next, tile + self.num_blocks, tile), head)
+        results, added = self.compute(self.rows, scale, *(x.astype(jnp.float32) for x in loaded))
+        for ref, x in zip(self.refs.outputs, results, strict=True):
+            store(ref.at[pl.ds(tile * self.tiling.rows, self.tiling.rows), head], x.astype(ref.dtype))
+        return prefetched, sums if self.refs.sums is None else sums + added
+
+    def _store_sums(self, block: Index, head: Index, sums: jax.Array) -> None:
+        """Store the sum over the rows of a block."""
+        refs = self.refs
+        if self.tiling.rows == 1:
+            store(refs.sums.at[pl.ds(block, 1), head], sums)
+        else:
+            store(refs.staging_smem, sums)
+            plgpu.commit_smem()  # which waits for all threads
+            by_column = plgpu.load(refs.staging_smem, layout=COLUMNS, optimized=False)
+            store(refs.sums.at[block, head], jnp.sum(by_column, axis=0))
+
+
+def _launch(
     name: str,
-    compute: Callable[..., tuple[list, jax.Array | None]],
+    compute: Compute,
     arrays: Sequence[Float[Array, "rows h d"]],
     scale: Float[Array, "h d"],
     *,
     num_outputs: int,
     has_sums: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> list[jax.Array]:
-    """Run over all rows of some arrays.
+    """Run a kernel over all rows.
 
     Args:
         name: The name of the kernel.
-        compute: Computes outputs from a tile of each array and the scale, and, if asked for, what is summed over rows.
-        arrays: What is read.
-        scale: A number for each column.
-        num_outputs: How many arrays of the same shape are computed.
+        compute: What it computes with a tile.
+        arrays: The inputs.
+        scale: One number per column.
+        num_outputs: The number of outputs, which have the shape of the inputs.
         has_sums: Whether something is summed over rows.
         interpret: How to simulate a GPU on a CPU.
 
@@ -243,55 +314,27 @@ def _walk(
     num_rows, num_heads, width = arrays[0].shape
     tiling = choose_tiling(width)
     assert tiling is not None
-    rows = _Rows(tiling)
     num_tiles, stride = num_rows // tiling.rows, num_blocks(RESIDENT[name], tiling, num_rows, num_heads)
 
-    def body(*refs: Any) -> None:
-        inputs, scale_ref = refs[: len(arrays)], refs[len(arrays)]
-        outputs = refs[len(arrays) + 1 :][:num_outputs]
-        block, head = lax.axis_index("block"), lax.axis_index("head")
-        column = rows.load_column(scale_ref.at[head])
+    def kernel(*refs: Ref) -> None:
+        inputs, scale_ref, rest = refs[: len(arrays)], refs[len(arrays)], refs[len(arrays) + 1 :]
+        sums, staging = rest[num_outputs:] if has_sums else (None, None)
+        named = _Refs(inputs=inputs, scale=scale_ref, outputs=rest[:num_outputs], sums=sums, staging_smem=staging)
+        _Kernel(named, compute, tiling, num_tiles, stride)()
 
-        def load(tile: Any) -> tuple[jax.Array, ...]:
-            mine = pl.ds(tile * tiling.rows, tiling.rows)
-            return tuple(rows.load(ref.at[mine, head]) for ref in inputs)
-
-        def step(n: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
-            loaded, sums = carried
-            tile = block + n * stride
-            # Behind its last tile, a block loads that again: from the cache, and for nobody.
-            ahead = load(jnp.where(tile + stride < num_tiles, tile + stride, tile))
-            computed, added = compute(rows, column, *(x.astype(jnp.float32) for x in loaded))
-            for ref, x in zip(outputs, computed, strict=True):
-                store(ref.at[pl.ds(tile * tiling.rows, tiling.rows), head], x.astype(ref.dtype))
-            return ahead, sums + added if has_sums else sums
-
-        start = load(block), rows.zeros() if has_sums else ()
-        steps = (num_tiles - block + stride - 1) // stride
-        _, sums = lax.fori_loop(0, steps, step, start)
-        if has_sums:
-            sums_ref, staging = refs[-2:]
-            if tiling.rows == 1:
-                store(sums_ref.at[pl.ds(block, 1), head], sums)
-            else:
-                store(staging, sums)
-                plgpu.commit_smem()  # which waits for all threads
-                by_column = plgpu.load(staging, layout=COLUMNS, optimized=False)
-                store(sums_ref.at[block, head], jnp.sum(by_column, axis=0))
-
-    body.__name__ = name
+    kernel.__name__ = name
     results = plgpu.kernel(
-        body,
+        kernel,
         out_type=[jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)] * num_outputs
         + [jax.ShapeDtypeStruct((stride, num_heads, width), jnp.float32)] * has_sums,
         # The last axis is the fastest: blocks that run at the same time read neighbouring heads.
         grid=(stride, num_heads),
         grid_names=("block", "head"),
-        scratch_types=[plgpu.SMEM(rows.shape, jnp.float32)] * has_sums,
-        # Only the sums are handed from thread to thread, and behind a barrier.
+        scratch_types=[plgpu.SMEM((tiling.rows, tiling.width), jnp.float32)] * has_sums,
+        # Only the sums are exchanged between threads, after a barrier.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(*arrays, scale)
-    # In a scan that stacks results, XLA would run the kernel once for the stack and once more for other uses.
+    # In a scan that stacks results, XLA would otherwise run the kernel once for the stack and once more for other uses.
     results = lax.optimization_barrier(results)
     return [*results[:num_outputs], *(jnp.sum(parts, axis=0) for parts in results[num_outputs:])]

@@ -1,18 +1,19 @@
-"""How rows are spread over the threads of a Hopper GPU; this module takes no newer JAX than the rest."""
+"""How rows are spread over the threads of a Hopper GPU: plain numbers, known before anything runs."""
 
 import dataclasses
 from collections.abc import Mapping
 
+from xlstm_jax.kernels.mosaic_gpu.device import NUM_SMS
+
 WARPS, LANES = 4, 32
 """Warps of a block, and lanes of a warp."""
-MULTIPROCESSORS = 132
 NUMBERS = 16
-"""What a thread takes of an array at a time, if rows are short enough for several: twice that is under way."""
+"""Numbers of an array that a thread loads at a time, if rows are short; as many are prefetched."""
 ENOUGH_NUMBERS, MAX_NUMBERS = 24, 32
-"""What a thread takes of a row at most if more warps can share it, and at most."""
+"""The most numbers of a row in a thread if more warps can share the row, and otherwise."""
 MAX_HEAD_WIDTH = 1024
 MAX_SIZE = 2**31
-"""Places in memory are counted in 32 bits."""
+"""Offsets have 32 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +23,11 @@ class Tiling:
     width: int
     """Numbers in a row."""
     warps: int
-    """Warps that share a row: where it is one, sums over rows need no shared memory."""
+    """Warps that share a row; with one, sums over rows need no shared memory."""
     lanes: int
     """Lanes of a warp that share a row."""
     vector: int
-    """Neighbouring numbers of a lane."""
+    """Adjacent numbers of a lane."""
     rows: int
     """Rows of a tile."""
 
@@ -39,8 +40,8 @@ class Tiling:
 def choose_tiling(width: int) -> Tiling | None:
     """Return the tiling for rows of a width, `None` if there is none.
 
-    Best are few numbers in a thread, then few warps for a row, then long vectors, then few lanes, as sums over lanes
-    cost more than those in a thread.
+    In this order, it prefers few numbers per thread, few warps per row, long vectors, and few lanes, as sums over lanes
+    cost more than those within a thread.
     """
     choices = [
         (numbers > ENOUGH_NUMBERS, warps, -vector, lanes if numbers <= NUMBERS else LANES, numbers, lanes)
@@ -60,20 +61,20 @@ def num_blocks(resident: Mapping[int, int], tiling: Tiling, num_rows: int, num_h
     """Return how many blocks share the rows of each head.
 
     Args:
-        resident: The blocks that the registers of a multiprocessor are enough for, by the most numbers in a thread.
+        resident: How many blocks the registers of a multiprocessor suffice for, by the most numbers in a thread.
         tiling: The tiles.
-        num_rows: How many rows there are.
+        num_rows: The number of rows.
         num_heads: Heads in a row.
     """
     of_multiprocessor = next(blocks for numbers, blocks in resident.items() if tiling.numbers <= numbers)
-    return max(1, min(num_rows // tiling.rows, MULTIPROCESSORS * of_multiprocessor // num_heads))
+    return max(1, min(num_rows // tiling.rows, NUM_SMS * of_multiprocessor // num_heads))
 
 
 def shape_problem(num_rows: int, num_heads: int, width: int) -> str | None:
     """Return why the kernels do not take rows of this many heads, or `None` if they do.
 
     Args:
-        num_rows: How many rows there are.
+        num_rows: The number of rows.
         num_heads: Heads in a row.
         width: Numbers in a head.
     """
@@ -84,7 +85,7 @@ def shape_problem(num_rows: int, num_heads: int, width: int) -> str | None:
         return f"the kernels of norms take heads of at most {MAX_HEAD_WIDTH} numbers, and these have {width}"
     if num_rows % tiling.rows:
         return f"the kernels of norms take a multiple of {tiling.rows} rows, and these are {num_rows}"
-    if num_rows * num_heads < MULTIPROCESSORS * tiling.rows:
+    if num_rows * num_heads < NUM_SMS * tiling.rows:
         return f"{num_rows} rows leave multiprocessors idle"
     if num_rows * num_heads * width >= MAX_SIZE:
         return f"the kernels of norms take arrays of less than {MAX_SIZE:,} numbers"

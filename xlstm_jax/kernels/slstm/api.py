@@ -44,7 +44,7 @@ def slstm(
             kernel in bfloat16 and heads of 32 to 192 units, the kernel `mosaic`, elsewhere `recompute`.
 
     Returns:
-        The hidden states, and the last state if asked for.
+        The hidden states, and the last state if requested.
     """
     _check(gates, recurrent, state, resets, mask)
     dtype = jnp.promote_types(gates.dtype, jnp.float32)
@@ -80,7 +80,7 @@ def choose_backend(
     state_dtype: DTypeLike = jnp.float32,
     num_cells: int = 0,
 ) -> tuple[Form, str]:
-    """Return the form that `auto` picks on this device, and what is to be said about it.
+    """Return the form that `auto` picks on this device, and the reason to log.
 
     Args:
         head_dim: Units of a head.
@@ -104,7 +104,7 @@ def resolve_backend(
     state_dtype: DTypeLike = jnp.float32,
     num_cells: int = 0,
 ) -> Form:
-    """Return the form that computes on this device, and say what `auto` picks.
+    """Return the form that computes on this device, and log what `auto` picks.
 
     The arguments are those of `choose_backend`.
 
@@ -133,8 +133,8 @@ def _implementation(form: Form) -> Callable[..., Any]:
 
 
 def _mosaic_of_any_width(gates, recurrent, state, resets, mask):
-    """Fill heads up: without inputs and without weights, a cell stays at zero."""
-    # Here, as it needs a newer jax than the rest.
+    """Zero-pad heads: without inputs and without weights, a cell stays at zero."""
+    # Imported here, as it needs a newer JAX than the other forms.
     from xlstm_jax.kernels.slstm.hopper.sequence import slstm_mosaic
 
     units = gates.shape[-1]

@@ -1,4 +1,4 @@
-"""Attention within documents on Hopper GPUs: products in bfloat16, softmax in float32, memory of O(length)."""
+"""Attention within documents on Hopper GPUs: matmuls in bfloat16, softmax in float32, memory of O(length)."""
 
 import functools
 from typing import Any
@@ -34,7 +34,7 @@ def mosaic_attention(
         starts: Where the document of each position begins.
         ends: The position behind the document of each position.
         tiling: The tiles.
-        scale: Multiplies the products of queries and keys; above zero.
+        scale: Multiplies the inner products of queries and keys; above zero.
         interpret: How to simulate a GPU on a CPU, or `None` to run on one.
 
     Returns:

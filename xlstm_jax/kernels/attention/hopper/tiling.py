@@ -1,9 +1,9 @@
-"""How the kernels for Hopper GPUs cut attention into tiles: plain numbers, known before anything runs."""
+"""The tiles of attention in the kernels for Hopper GPUs: plain numbers, known before anything runs."""
 
 import dataclasses
 
 HEAD_DIMS = (64, 128)
-"""The sizes of heads that there are kernels for."""
+"""The head sizes that have kernels."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,15 @@
-"""The chunkwise mLSTM on Hopper GPUs: products in bfloat16, gates, sums and memories in float32, exact gradients.
+"""The chunkwise mLSTM on Hopper GPUs: matmuls in bfloat16, gates, sums and memories in float32, exact gradients.
 
-Forward     the gates give a few numbers for each position (plain JAX); one kernel walks over the positions and writes
-            the memory before each chunk; another computes the outputs of all chunks at once.
+Forward     the gates give a few numbers for each position (plain JAX); one kernel passes over the positions and stores
+            the memory before each chunk; another computes the outputs of all chunks in parallel.
 Backward    the same two kernels give the gradients of the memories, from the last position to the first, and those of
             the values; a third gives those of queries and keys. With `d` the divisor of an output and `e = dh . h`,
             the divisor's gradient in units of it, `delta`, is `-e` by the sign of the denominator where that is above
             its floor, and zero below. Divisors go into exponents, so nothing is divided in memory.
 Gates       as in the chunkwise form. What is read comes from the kernel that computes `dq`: it rounds the same pairs of
             positions as `dk`, and the errors of both cancel in the sum over all later positions.
-Segments    where batch and heads do not fill a GPU, parts of a sequence are treated as sequences of their own. A first
-            walk over each part gives what it writes, which gives the memories that the parts begin with.
+Segments    where batch and heads do not fill a GPU, segments of a sequence are computed as separate sequences. A first
+            pass over each segment gives what it writes, and with that the memory before each segment is known.
 """
 
 import functools
@@ -35,18 +35,18 @@ LOG2_E = math.log2(math.e)
 
 
 class _Rows(NamedTuple):
-    """What the gates say about each position; segments count as sequences."""
+    """Numbers of each position that follow from the gates; segments count as sequences."""
 
     row: Float[Array, "b h s"]
-    """The exponent of two of a position as it reads."""
+    """The base-2 exponent of a reading position."""
     column: Float[Array, "b h s"]
-    """The exponent of two of a position as it is read."""
+    """The base-2 exponent of a position that is read."""
     from_memory: Float[Array, "b h s"]
     to_memory: Float[Array, "b h s"]
     floor: Float[Array, "b h s"]
-    """The least size of a denominator."""
+    """The lower bound of the size of a denominator."""
     keep: Float[Array, "b h n"]
-    """What a chunk leaves of the memory before it."""
+    """The factor of the memory before a chunk that it keeps."""
     documents: Float[Array, "b s"] | None
     """The number of a position's document within its chunk."""
 
@@ -79,7 +79,7 @@ def mlstm_mosaic(
         tiling: The tiles.
         eps: Added to the denominator of the outputs.
         interpret: How to simulate a GPU on a CPU, or `None` to run on one.
-        return_state: Whether to return the last state; if not, there is less to do for the gradients.
+        return_state: Whether to return the last state; if not, the gradients need less work.
         scale: What queries are multiplied by; `1/sqrt(k)` by default.
     """
     result, _ = _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpret, return_state, scale)
@@ -94,7 +94,7 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
     segments = num_segments(b * h, tiling, s // tiling.chunk_size)
     rows = keep(_rows(gates, segments))
     queries, keys, values = (_segmented(x, segments) for x in (q, k, v))
-    memories = None  # which a chunk that is alone neither reads nor writes
+    memories = None  # a single chunk neither reads nor writes any
     if state is not None or return_state or s > tiling.chunk_size:
         run = functools.partial(_memories, tiling=tiling, segments=segments, interpret=interpret)
         memories = keep(run(keys, values, rows.to_memory, rows.keep, None if state is None else state[:2]))
@@ -117,12 +117,12 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
     if return_state and memories is not None:
         memory, normalizer = (_of_segment(x, -1, segments) for x in (memories.last, memories.last_normalizer))
         last = MLSTMState(memory, normalizer, gates.stabilizer[-1, ..., -1])
-    given = None if state is None else ()  # without an array in it, this is known when the program is traced
-    return (hidden, last), (q, k, v, given, resets, rows, memories, hidden, denominators)
+    has_state = None if state is None else ()  # without an array in it, this is known when the program is traced
+    return (hidden, last), (q, k, v, has_state, resets, rows, memories, hidden, denominators)
 
 
 def _backward(tiling, eps, interpret, return_state, scale, residuals, cotangents):
-    q, k, v, given, resets, rows, memories, hidden, denominators = residuals
+    q, k, v, has_state, resets, rows, memories, hidden, denominators = residuals
     dhidden, dlast = cotangents[0].astype(v.dtype), materialize(cotangents[1])
     b, _, h, qk_dim = q.shape
     segments, scale = rows.row.shape[0] // b, scale or qk_dim**-0.5
@@ -185,7 +185,7 @@ def _backward(tiling, eps, interpret, return_state, scale, residuals, cotangents
         leaving = leaving + jnp.sum(_of_segment(memories.last_normalizer, -1, segments) * dlast.normalizer, axis=-1)
     dlog_forget = _flow(_whole(q_dq - k_dk, b), leaving, resets, tiling.chunk_size)
     dstate = None
-    if given is not None and dmemories is not None:
+    if has_state is not None and dmemories is not None:
         first, first_normalizer = (_of_segment(x, 0, segments) for x in (dmemories.last, dmemories.last_normalizer))
         dstate = MLSTMState(first, first_normalizer, jnp.zeros((b, h), first.dtype))
     return (
@@ -205,7 +205,7 @@ mlstm_mosaic.defvjp(_forward, _backward)
 def _memories(
     keys, values, weights, keep, first, normalizer_weights=None, *, tiling, segments, interpret, backwards=False
 ):
-    """Compute all memories. The memory that a segment begins with is what those before it wrote, and what is left."""
+    """Compute all memories. The memory before a segment is the sum of what the segments before it wrote and kept."""
     run = functools.partial(
         compute_memories,
         keys,
@@ -219,12 +219,12 @@ def _memories(
     )
     if segments == 1:
         return run(first=first)
-    alone = run(last_only=True)
+    separate = run(last_only=True)
 
     def by_segment(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(-1, segments, *x.shape[1:]), 1, 0)
 
-    written = by_segment(alone.last), by_segment(alone.last_normalizer)
+    written = by_segment(separate.last), by_segment(separate.last_normalizer)
     kept = by_segment(jnp.prod(keep, axis=-1))
     memory, normalizer = (jnp.zeros_like(x[0]) for x in written) if first is None else first
     firsts = {}
@@ -259,12 +259,12 @@ def _rows(gates: ChunkGates, segments: int) -> _Rows:
 
 
 def _segmented(x, segments):
-    """Treat the parts of sequences as sequences."""
+    """Split sequences into segments, which count as sequences."""
     return x.reshape(x.shape[0] * segments, x.shape[1] // segments, *x.shape[2:])
 
 
 def _whole(x, batch_size):
-    """Put rows of segments together to rows of sequences."""
+    """Join the rows of segments to rows of sequences."""
     segments, h = x.shape[0] // batch_size, x.shape[1]
     return jnp.swapaxes(x.reshape(batch_size, segments, h, -1), 1, 2).reshape(batch_size, h, -1)
 
@@ -274,13 +274,13 @@ def _of_segment(x, segment, segments):
 
 
 def _flow(net_read, leaving, resets, chunk_size):
-    """Sum what is read from each position on, within its document, and add what leaves the sequence.
+    """Sum what is read at each position and after it, within its document, and add what leaves the sequence.
 
     Args:
-        net_read: What each position reads less what it writes, `[b h s]`.
+        net_read: What each position reads minus what it writes, `[b h s]`.
         leaving: What is read after the sequence, `[b h]`.
         resets: Where documents begin, `[b s]`.
-        chunk_size: Positions that are summed at once; then chunks are.
+        chunk_size: Positions that are summed first, before chunks are.
     """
     b, h, s = net_read.shape
     net_read = net_read.reshape(b, h, s // chunk_size, chunk_size)
@@ -290,7 +290,7 @@ def _flow(net_read, leaving, resets, chunk_size):
         first_documents = jnp.where(documents == 0, net_read, 0.0)
         cuts = jnp.cumsum(documents[..., -1] > 0, axis=-1, dtype=jnp.int32)
     within = scan(net_read, "sum", documents, reverse=True, unroll=True)
-    # What leaves a chunk: the first documents of those after it, as far as no document begins before them.
+    # What leaves a chunk: the first documents of later chunks, unless a document begins before them.
     totals = jnp.concatenate([jnp.sum(first_documents, axis=-1)[..., 1:], leaving[..., None]], axis=-1)
     leaves = scan(totals, "sum", cuts, reverse=True, unroll=True)[..., None]
     if documents is not None:

@@ -130,7 +130,7 @@ class _Kernel:
     @property
     def num_parts(self) -> int:
         """The parts of the outputs of a work item, each as wide as queries."""
-        return self.tiling.pieces
+        return self.tiling.output_parts
 
     @property
     def num_memory_tiles(self) -> int:
@@ -404,7 +404,7 @@ def compute_outputs(
     """
     b, s, h, width = q.shape
     v_dim = v.shape[-1]
-    schedule = Schedule(h, s // tiling.chunk_size, v_dim // (tiling.pieces * width), tiling, b)
+    schedule = Schedule(h, s // tiling.chunk_size, v_dim // (tiling.output_parts * width), tiling, b)
     divides, reads_memories = floor is not None, memories is not None
     results = launch(
         lambda refs: _Kernel(refs, schedule, tiling, anticausal, eps, interpret)(),

@@ -1,19 +1,19 @@
-"""One token of the mLSTM on a Hopper GPU, with the memory updated where it lies.
+"""One token of the mLSTM on a Hopper GPU, with the memory updated in place.
 
-Decoding does next to nothing with a memory that is as large as the weights are for a few dozen sequences, so all that
-counts is to read it once and to write it once. Blocks of threads share a head: each takes a few columns of its memory,
+Decoding computes next to nothing with a memory that, for a few dozen sequences, is as large as the weights, so all that
+counts is to read it once and to write it once. Thread blocks share a head: each has a few columns of its memory,
 
-    memory[t]     = keep memory[t-1] + write k v^T      in registers, 16 bytes of a thread at a time
+    memory[t]     = keep memory[t-1] + write k v^T      in registers, 16 bytes per thread at a time
     numerator     = memory[t]^T q                       from the same registers
 
-and one more takes its normaliser:
+and one more has its normaliser:
 
     normalizer[t] = keep normalizer[t-1] + write k
     overlap       = normalizer[t] . q
 
-They run at the same time and in any order, so that none may write what another reads. Hence the gates come from
-outside, where the stabiliser is updated too, and the quotient of numerator and denominator is left to XLA, which makes
-it part of the norm after the cell.
+They run at the same time and in any order, so none may write what another reads. Hence the gates and the stabiliser are
+computed outside of the kernel, and the quotient of numerator and denominator is left to XLA, which fuses it with the
+norm after the cell.
 """
 
 from typing import Any
@@ -25,20 +25,20 @@ from jaxtyping import Array, Float
 
 from xlstm_jax.kernels.mlstm import reference
 from xlstm_jax.kernels.mlstm.state import MLSTMState
-from xlstm_jax.kernels.mosaic_gpu.pallas import pl, plgpu
+from xlstm_jax.kernels.mosaic_gpu.device import NUM_SMS
+from xlstm_jax.kernels.mosaic_gpu.pallas import Interpret, Ref, pl, plgpu
 
-# 16 x 32 numbers at a time: four rows a warp, eight lanes a row, so that each row is a whole line of 128 bytes.
+# 16 x 32 numbers at a time: four rows per warp, eight lanes per row, so that each row is a full line of 128 bytes.
 TILE = plgpu.Layout.TILED(plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-# 32 numbers of a vector at a time, eight a warp: the least that is written in whole sectors of 32 bytes.
+# 32 numbers of a vector at a time, eight per warp: the smallest store of full sectors of 32 bytes.
 LINE = plgpu.Layout.TILED(
     plgpu.Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(plgpu.Replicated(4), -2), vector_dim=-1
 )
 MULTIPLE = 32
 MAX_QK_DIM = 256
-NUMBERS_OF_A_BLOCK = 64 * 128
-"""What a block keeps of the memory: 64 registers of each of its 128 threads, which leaves room for four blocks."""
-ENOUGH_BLOCKS = 264
-"""Two for each of the 132 multiprocessors of an H100 or H200."""
+NUMBERS_PER_BLOCK = 64 * 128
+"""Numbers of a memory in a thread block: 64 registers per thread, which leaves room for four blocks."""
+ENOUGH_BLOCKS = 2 * NUM_SMS
 
 
 def step_problem(q: jax.Array, k: jax.Array, v: jax.Array, state: MLSTMState) -> str | None:
@@ -65,9 +65,9 @@ def mosaic_step(
     log_forget: Float[Array, "b h"],
     *,
     eps: float,
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> tuple[Float[Array, "b h v"], MLSTMState]:
-    """Compute `reference.step` in float32, in place of the state if nobody else needs it.
+    """Compute `reference.step` in float32, in place of the state if it is not needed otherwise.
 
     Args:
         state: The memory before the token.
@@ -105,7 +105,7 @@ def mosaic_step(
         return numerator / denominator[..., None], MLSTMState(memory, normalizer, stabilizer)
 
     def backward(residuals, gradients):
-        """Differentiate the reference: nobody trains token by token, so this need not be fast."""
+        """Differentiate the reference: training is not token by token, so this need not be fast."""
         return jax.vjp(lambda state, *token: _reference_step(state, *token, eps=eps), *residuals)[1](gradients)
 
     compute.defvjp(lambda *arguments: (compute(*arguments), arguments), backward)
@@ -118,12 +118,12 @@ def _reference_step(state, q, k, v, log_input, log_forget, *, eps):
 
 
 def _update(q, k, v, keep, write, normalizer, memory, *, interpret):
-    """Run the kernel; returns the numerator, the overlap, and the new normaliser and memory."""
+    """Run the kernel, and return the numerator, the overlap, and the new normaliser and memory."""
     batch_size, num_heads, qk_dim = q.shape
     v_dim = v.shape[-1]
     width = _columns_of_a_block(batch_size * num_heads, qk_dim, v_dim)
     num_blocks, scale = v_dim // width, qk_dim**-0.5
-    # Where they come from one product, these are neighbours, and XLA passes on what the product gives as it is.
+    # If one matmul computes them, these are adjacent, and XLA passes on the result of the matmul without a copy.
     token = jnp.concatenate([x.reshape(batch_size, 1, -1) for x in (q, k, v)], axis=2)[:, 0]
 
     def body(token_ref, keep_ref, write_ref, normalizer_ref, memory_ref, numerator_ref, overlap_ref):
@@ -133,10 +133,10 @@ def _update(q, k, v, keep, write, normalizer, memory, *, interpret):
         first_value = 2 * num_heads * qk_dim + head * v_dim + block * width
         kept, written = keep_ref[row, head], write_ref[row, head]
 
-        def load(ref: Any, layout: Any) -> jax.Array:
+        def load(ref: Ref, layout: Any) -> jax.Array:
             return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
-        def spread(x: jax.Array, axis: int) -> jax.Array:
+        def broadcast(x: jax.Array, axis: int) -> jax.Array:
             return lax.broadcast_in_dim(x, (qk_dim, width), [axis])
 
         @pl.when(block < num_blocks)
@@ -144,9 +144,9 @@ def _update(q, k, v, keep, write, normalizer, memory, *, interpret):
             old = load(memory_ref.at[row, head, :, columns], TILE)
             queries, keys = (load(ref, TILE.reduce(1)) for ref in (q_ref, k_ref))
             values = load(token_ref.at[row, pl.ds(first_value, width)], TILE.reduce(0))
-            new = kept * old + spread(written * keys, 0) * spread(values, 1)
+            new = kept * old + broadcast(written * keys, 0) * broadcast(values, 1)
             memory_ref[row, head, :, columns] = new
-            numerator_ref[row, head, columns] = jnp.sum(spread(scale * queries, 0) * new, axis=0)
+            numerator_ref[row, head, columns] = jnp.sum(broadcast(scale * queries, 0) * new, axis=0)
 
         @pl.when(block == num_blocks)
         def _() -> None:
@@ -166,18 +166,18 @@ def _update(q, k, v, keep, write, normalizer, memory, *, interpret):
         interpret=interpret,
         name="mlstm_step",
     )
-    # What a kernel writes of a reference that it is given, it writes in place.
+    # A kernel writes in place to the references that it is given.
     normalizer_ref, memory_ref = jax.new_ref(normalizer), jax.new_ref(memory)
     numerator, overlap = kernel(token, keep, write, normalizer_ref, memory_ref)
     return numerator, overlap, jax.freeze(normalizer_ref), jax.freeze(memory_ref)
 
 
 def _columns_of_a_block(num_memories: int, qk_dim: int, v_dim: int) -> int:
-    """Return as many columns as fit into the registers of a block, but fewer if that leaves too few blocks."""
+    """Return the columns that fit into the registers of a thread block, or fewer if there would be too few blocks."""
     width = MULTIPLE
     while (
         v_dim % (2 * width) == 0
-        and 2 * width * qk_dim <= NUMBERS_OF_A_BLOCK
+        and 2 * width * qk_dim <= NUMBERS_PER_BLOCK
         and num_memories * v_dim // (2 * width) >= ENOUGH_BLOCKS
     ):
         width *= 2

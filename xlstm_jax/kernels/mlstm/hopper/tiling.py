@@ -1,4 +1,4 @@
-"""How the kernels for Hopper GPUs cut an mLSTM into tiles: plain numbers, known before anything runs."""
+"""The tiles of the mLSTM's kernels for Hopper GPUs: plain numbers, known before anything runs."""
 
 import dataclasses
 
@@ -7,34 +7,34 @@ from xlstm_jax.kernels.mosaic_gpu.device import NUM_SMS, ROWS, TILE
 MAX_WIDTH = 256
 """Columns of the widest accumulator that a warpgroup can hold."""
 SHARED_NUMBERS = 108 * 1024
-"""Numbers of two bytes that the tiles of a block may take of its shared memory; the rest is for vectors."""
+"""16-bit numbers of the tiles in the shared memory of a thread block; the rest is for vectors."""
 SHARED_NUMBERS_OF_FEW_VECTORS = 112 * 1024
 """The same where less than three kibibytes are left for vectors."""
 HEAD_DIMS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))
-"""The sizes of queries and keys, and of values, that there are kernels for."""
+"""The head sizes of queries and keys, and of values, that have kernels."""
 MOST_WIDENING = 2
-"""How much wider a kernel may be than the heads that are filled up for it: at heads of one size, plain JAX takes almost
-four times as long."""
+"""How much wider a kernel may be than the heads that are padded for it: for the same heads, plain JAX takes almost four
+times as long."""
 CHUNK_SIZES = (128, 256)
 SEGMENT_CHUNKS, FEWEST_SEGMENTS = 8, 4
-"""Chunks of the shortest part of a sequence that is treated as one of its own, and the least number of such parts: they
-are walked over twice, side by side, so two take as long as the whole."""
+"""Chunks of the shortest segment of a sequence, and the lowest number of segments: they are passed over twice, in
+parallel, so two segments take as long as the whole."""
 CUT_WIDTH = 8 * (256 + 512)
-"""Columns of keys and values of all heads up to which sequences are cut; to read more of them twice takes too long."""
+"""Columns of keys and values of all heads up to which sequences are split: reading more of them twice is too slow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StateTiling:
-    """Which part of a memory one block keeps in registers while it walks over the positions."""
+    """The part of a memory that one thread block keeps in registers while it passes over the positions."""
 
     num_warpgroups: int
-    """The warpgroups that compute; one more moves data."""
+    """The computing warpgroups; one more loads."""
     rows: int
     """Rows of the memory of a block."""
     columns: int
     """Columns of the memory of a block."""
     slots: int
-    """Tiles of keys and values that are in flight or in use."""
+    """Stages of the ring of keys and values."""
 
     @property
     def splits_columns(self) -> bool:
@@ -64,33 +64,33 @@ class Tiling:
         return StateTiling(num_warpgroups, rows, columns, min(slots, 6))
 
     @property
-    def pieces(self) -> int:
-        """Pieces of `qk_dim` columns that the outputs of a block have."""
+    def output_parts(self) -> int:
+        """Parts of `qk_dim` columns of the outputs of a work item."""
         return min(self.v_dim, MAX_WIDTH) // self.qk_dim
 
     @property
     def output_stages(self) -> int:
-        """Pieces of work whose queries are in shared memory, so that those of the next come while one is computed."""
+        """Work items whose queries are in shared memory, so that the next ones are loaded while one is computed."""
         return 2 if self.qk_dim < MAX_WIDTH else 1
 
     @property
     def output_slots(self) -> int:
-        """Tiles of `TILE` times `qk_dim` numbers that are in flight or in use beside resident queries."""
+        """Stages of the ring of tiles of `TILE` times `qk_dim` numbers, next to resident queries."""
         return self._slots(SHARED_NUMBERS - ROWS * self.qk_dim * self.output_stages)
 
     @property
     def pair_stages(self) -> int:
-        """Pieces of work whose values, or gradients of outputs, are in shared memory."""
+        """Work items whose values, or gradients of outputs, are in shared memory."""
         return 2 if self.qk_dim < MAX_WIDTH else 1
 
     @property
     def pair_vectors_fit(self) -> bool:
-        """Whether there is shared memory for all vectors of a piece, not only for those of columns."""
+        """Whether there is shared memory for all vectors of a work item, not only for those of columns."""
         return self.v_dim <= MAX_WIDTH
 
     @property
     def pair_slots(self) -> int:
-        """Tiles of `TILE` times `qk_dim` numbers that are in flight or in use beside resident values."""
+        """Stages of the ring of tiles of `TILE` times `qk_dim` numbers, next to resident values."""
         numbers = SHARED_NUMBERS if self.pair_vectors_fit else SHARED_NUMBERS_OF_FEW_VECTORS
         return self._slots(numbers - ROWS * self.v_dim * self.pair_stages)
 
@@ -108,7 +108,7 @@ def choose_tiling(qk_dim: int, v_dim: int, length: int) -> Tiling:
 
 
 def tiling_problem(qk_dim: int, v_dim: int) -> str | None:
-    """Return why no kernel is for heads of these sizes, or `None` if one is."""
+    """Return why no kernel can compute heads of these sizes, or `None` if one can."""
     dims = _narrowest_kernel(qk_dim, v_dim)
     if dims is not None and sum(dims) <= MOST_WIDENING * (qk_dim + v_dim):
         return None
@@ -122,7 +122,7 @@ def _narrowest_kernel(qk_dim: int, v_dim: int) -> tuple[int, int] | None:
 
 
 def num_segments(num_heads: int, tiling: Tiling, num_chunks: int) -> int:
-    """Return how many parts of a sequence should have their memories computed side by side to fill a GPU.
+    """Return into how many segments to split a sequence, whose memories are then computed in parallel to fill a GPU.
 
     Args:
         num_heads: Heads of all sequences of a batch.

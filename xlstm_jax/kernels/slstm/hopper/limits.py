@@ -1,4 +1,4 @@
-"""What the sLSTM's kernels for Hopper GPUs can compute; this module takes no newer JAX than the rest."""
+"""What the sLSTM's kernels for Hopper GPUs can compute: plain numbers, known before anything runs."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -7,18 +7,18 @@ from xlstm_jax.kernels.mosaic_gpu.availability import hopper_unavailable_reason
 
 HEAD_DIMS = (64, 128, 192)
 FEWEST_UNITS = 32
-"""Of a head that is filled up with zeros to one of these sizes."""
+"""Units of the smallest head that is padded to one of these sizes."""
 ROWS = 8
-"""Sequences in a block: the least width of a tensor-core product."""
+"""Sequences of a thread block: the smallest width of a matmul on tensor cores."""
 SAVED = 6
-"""Kept of each position: the lead of the input gate, log sigmoid(-f), z, the pre-activation of o, and cell and
-normaliser as it found them."""
+"""Arrays saved of each position: the lead of the input gate, log sigmoid(-f), z, the pre-activation of o, and the cell
+and normaliser before it."""
 MAX_CELLS = 2**31 // SAVED
-"""Places in memory are counted in 32 bits."""
+"""Offsets have 32 bits."""
 
 
 def kernel_dim(head_dim: int) -> int:
-    """Return the units that a head has for the kernels, where they can compute it."""
+    """Return the units to which the kernels pad a head, if they can compute it."""
     return next((units for units in HEAD_DIMS if units >= head_dim), head_dim)
 
 
