@@ -1,21 +1,21 @@
-"""What the sLSTM's kernels share: where the recurrent kernel lies on chip, and how warpgroups exchange values.
+"""What the sLSTM's kernels share: the recurrent kernel on chip, and the exchange between warpgroups.
 
 Grid        (heads, groups of 8 rows of the batch). A head of `64 w` units is one block of `w` warpgroups; each owns 64
             units, their four gates and their memory, so that a cell is computed without any exchange.
-Products    [64 units, 8 rows] = recurrent tiles [64, 64], in registers or shared memory, times what the warpgroups hand
-            to each other in shared memory at one barrier a step. Rows are the narrow side, as a recurrence waits for
-            the latency of its products and not for their throughput.
+Matmuls     [64 units, 8 rows] = recurrent tiles [64, 64], in registers or shared memory, times the values that the
+            warpgroups exchange in shared memory at one barrier per step. Rows are the narrow side, as a recurrence is
+            limited by the latency of its matmuls and not by their throughput.
 Tiles       stay on chip for the whole sequence. In registers they cost nothing to read; those of 192 units do not fit,
             so two thirds of them are in shared memory, which leaves enough registers that none are spilled.
-Inputs      come into a ring in shared memory, so that no step waits for memory and none are held in registers. A
-            warpgroup asks for those of a later step once all its threads have read the slot. Where tiles fill shared
-            memory, the inputs of the next step are asked for in registers.
-Order       between two products there is nothing but what the second one waits for. Results are written, and inputs
-            read, while tensor cores compute.
-Compilers   undo both: they compute all descriptors of tiles before the loop, for which there are no registers, and move
-            what could be computed during a product behind it. `Block.unknown_zero` keeps them from it.
-Interpreter it has no products with an operand in registers: there all tiles are in shared memory. It cannot see `CELLS`
-            in `LINES` either, so that there cells are saved as they are.
+Inputs      are prefetched into a ring in shared memory, so that no step waits for memory and none are held in
+            registers. A warpgroup prefetches those of a later step once all its threads have read the stage. Where
+            tiles fill shared memory, the inputs of the next step are prefetched into registers.
+Order       between two matmuls there is nothing but what the second one waits for. Results are stored, and inputs
+            loaded, while tensor cores compute.
+Compilers   undo both: they hoist all descriptors of tiles out of the loop, for which there are no registers, and move
+            what could be computed during a matmul behind it. `Block.opaque_zero` prevents it.
+Simulation  has no matmul with an operand in registers, so there all tiles are in shared memory. It cannot reshape
+            `LINES` to `CELLS` either, so there cells are saved as they are.
 """
 
 import dataclasses
@@ -27,12 +27,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xlstm_jax.kernels.mosaic_gpu.pallas import pl, plgpu, store
+from xlstm_jax.kernels.mosaic_gpu.launch import launch
+from xlstm_jax.kernels.mosaic_gpu.pallas import Index, Interpret, Ref, pl, plgpu, store
 from xlstm_jax.kernels.mosaic_gpu.tiles import OPERAND
 from xlstm_jax.kernels.slstm.hopper.limits import ROWS, SAVED
 
 UNITS = 64
-"""Units of a warpgroup: the height of a tensor-core product."""
+"""Units of a warpgroup: the height of a matmul on tensor cores."""
 INPUT, FORGET, CELL, OUTPUT = range(4)
 TILE_ORDER = (FORGET, OUTPUT, INPUT, CELL)
 """The gates in the order of their recurrent tiles: the first ones are in shared memory."""
@@ -55,7 +56,7 @@ class Tiling:
     num_tiles_in_smem: int
     """Of the recurrent tiles of a warpgroup; the others are in registers."""
     ring_depth: int
-    """Steps whose inputs are in shared memory, where one that is read makes room for another; 0 if in registers."""
+    """Stages of the ring of inputs in shared memory; 0 if inputs are in registers."""
     is_backward: bool
 
     @property
@@ -64,11 +65,11 @@ class Tiling:
         return self.head_dim // UNITS
 
     def tile(self, gate: int, block: int) -> int:
-        """Return where the tile of a gate and a block of 64 inputs of the product is."""
+        """Return where the tile of a gate and a block of 64 inputs of the matmul is."""
         return TILE_ORDER.index(gate) * self.num_warpgroups + block
 
 
-def tiling_of(head_dim: int, *, is_backward: bool, interpret: Any = None) -> Tiling:
+def tiling_of(head_dim: int, *, is_backward: bool, interpret: Interpret = None) -> Tiling:
     """Return the layout for a head of this size."""
     is_large = head_dim == 192
     num_tiles = 4 * head_dim // UNITS if interpret else 8 * is_large
@@ -77,12 +78,12 @@ def tiling_of(head_dim: int, *, is_backward: bool, interpret: Any = None) -> Til
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a call needs beside the plain recurrence."""
+    """The variants of the recurrence that a call needs."""
 
     has_resets: bool
     has_mask: bool
     saves: bool
-    interpret: Any = None
+    interpret: Interpret = None
 
 
 def saved_shape(num_warpgroups: int, num_steps: int, options: Options) -> tuple[int, ...]:
@@ -90,107 +91,124 @@ def saved_shape(num_warpgroups: int, num_steps: int, options: Options) -> tuple[
     return num_steps, SAVED, num_warpgroups, *(CELLS if options.interpret else LINES)
 
 
+@dataclasses.dataclass(kw_only=True)
+class BlockRefs:
+    """The references that both kernels have."""
+
+    # Inputs in global memory.
+    tiles: Ref  # [head, warpgroup, tile, 64, 64]
+    flags: Ref  # [position, group, (resets, mask), ROWS]
+    # Shared memory.
+    tiles_smem: Ref  # [warpgroup, tile, 64, 64]
+    exchange_smem: Ref  # [2, warpgroups, or 4 gates times these, ROWS, 64]
+    # Barriers.
+    tiles_full: Ref
+    exchange_full: Ref
+    # The ring of inputs, if they come into shared memory: one buffer [stages, warpgroup, ...] for each.
+    inputs_full: Ref = None
+    inputs_smem: tuple[Ref, ...] = ()
+
+
 class Block:
     """What both kernels do alike: the tiles of this block, the exchange between its warpgroups, loads and stores."""
 
-    def __init__(self, tiling: Tiling, options: Options, tiles_ref: Any, flags_ref: Any, scratch: tuple):
+    def __init__(self, tiling: Tiling, options: Options, refs: BlockRefs):
         self.tiling, self.options = tiling, options
         self.head, self.group = lax.axis_index("head"), lax.axis_index("group")
         self.warpgroup = lax.axis_index("warpgroup") if tiling.num_warpgroups > 1 else 0
         self.units = pl.ds(self.warpgroup * UNITS, UNITS)
         self.rows = pl.ds(self.group * ROWS, ROWS)
-        self.flags_ref = flags_ref
-        self.tiles_smem, self.exchange, self.arrived, self.handed_over, *ring = scratch
-        self.filled, *self.rings = ring or [None]
-        self._load_tiles(tiles_ref)
+        self.block_refs = refs
+        self._load_tiles()
 
-    def _load_tiles(self, tiles_ref):
+    def _load_tiles(self) -> None:
+        refs = self.block_refs
         in_smem, num_tiles = self.tiling.num_tiles_in_smem, 4 * self.tiling.num_warpgroups
-        mine = tiles_ref.at[self.head, self.warpgroup]
+        mine = refs.tiles.at[self.head, self.warpgroup]
         if in_smem:
-            arrived = self.arrived.at[self.warpgroup]
-            plgpu.copy_gmem_to_smem(mine.at[pl.ds(0, in_smem)], self.tiles_smem.at[self.warpgroup], arrived)
+            full = refs.tiles_full.at[self.warpgroup]
+            plgpu.copy_gmem_to_smem(mine.at[pl.ds(0, in_smem)], refs.tiles_smem.at[self.warpgroup], full)
         self.tiles = {
             tile: plgpu.load(mine.at[tile], layout=WGMMA, optimized=False) for tile in range(in_smem, num_tiles)
         }
         if in_smem:
-            plgpu.barrier_wait(self.arrived.at[self.warpgroup])
+            plgpu.barrier_wait(refs.tiles_full.at[self.warpgroup])
 
-    def unknown_zero(self) -> jax.Array:
-        """Return a zero that the compiler has to take for any number; `zero & step` is one that each step changes."""
-        return (self.flags_ref[0, 0, 0, 0] > 2).astype(jnp.int32)  # Flags are 0 or 1.
+    def opaque_zero(self) -> jax.Array:
+        """Return a zero that the compiler cannot see; `zero & step` is one that depends on the step."""
+        return (self.block_refs.flags[0, 0, 0, 0] > 2).astype(jnp.int32)  # Flags are 0 or 1.
 
-    def multiply(self, accumulator: Any, gate: int, block: int, exchanged: Any, zero: Any) -> None:
-        """Start to add the product of a recurrent tile with 64 exchanged values of each row.
+    def multiply(self, acc: Ref, gate: int, block: int, exchanged: Ref, zero: jax.Array) -> None:
+        """Start to add the matmul of a recurrent tile and 64 exchanged values of each row.
 
-        As tiles seem to lie elsewhere in each step, their descriptors are computed where they are used.
+        As the address of a tile seems to depend on the step, its descriptor is computed where it is used.
         """
         tile = self.tiling.tile(gate, block)
-        tile = self.tiles[tile] if tile in self.tiles else self.tiles_smem.at[self.warpgroup + zero, tile]
-        plgpu.wgmma(accumulator, tile, exchanged.transpose((1, 0)))
+        tile = self.tiles[tile] if tile in self.tiles else self.block_refs.tiles_smem.at[self.warpgroup + zero, tile]
+        plgpu.wgmma(acc, tile, exchanged.transpose((1, 0)))
 
     def publish(self) -> None:
-        """Let all warpgroups see what this one has written to the exchange."""
+        """Hand what this warpgroup wrote to the exchange to all warpgroups."""
         plgpu.commit_smem()
         if self.tiling.num_warpgroups > 1:
-            plgpu.barrier_arrive(self.handed_over)
+            plgpu.barrier_arrive(self.block_refs.exchange_full)
 
     def await_others(self) -> None:
         """Wait until all warpgroups have published."""
         if self.tiling.num_warpgroups > 1:
-            plgpu.barrier_wait(self.handed_over)
+            plgpu.barrier_wait(self.block_refs.exchange_full)
 
-    def ask(self, step: Any, sources: list) -> tuple[jax.Array, ...]:
-        """Ask for the inputs of a step, one source for each ring; return those that come into registers."""
+    def prefetch(self, step: Index, sources: list[Ref]) -> tuple[jax.Array, ...]:
+        """Start to load the inputs of a step, one source for each ring; return those that come into registers."""
         if not self.tiling.ring_depth:
             return _read(sources)
         slot = self._slot(step)
-        for source, ring in zip(sources, self.rings, strict=True):
+        for source, ring in zip(sources, self.block_refs.inputs_smem, strict=True):
             target = seen_as(source.shape, ring.at[slot, self.warpgroup])
-            plgpu.copy_gmem_to_smem(source, target, self._filled(slot))
+            plgpu.copy_gmem_to_smem(source, target, self._full(slot))
         return ()
 
-    def receive(self, step: Any, asked: tuple[jax.Array, ...]) -> list[jax.Array]:
-        """Wait for the inputs of a step, of which `ask` has returned `asked`, and return all as `[units, rows]`."""
+    def wait_for_inputs(self, step: Index, prefetched: tuple[jax.Array, ...]) -> list[jax.Array]:
+        """Wait for the inputs of a step, of which `prefetch` returned `prefetched`; return all as `[units, rows]`."""
         if self.tiling.ring_depth:
             slot = self._slot(step)
-            plgpu.barrier_wait(self._filled(slot))
-            asked = _read([ring.at[slot, self.warpgroup] for ring in self.rings])
-        return [_by_row(x) for x in asked]
+            plgpu.barrier_wait(self._full(slot))
+            prefetched = _read([ring.at[slot, self.warpgroup] for ring in self.block_refs.inputs_smem])
+        return [_as_accumulator(x) for x in prefetched]
 
     def drain(self, steps: range) -> None:
-        """Wait for inputs that nobody reads, if they go into the ring: it must outlive their copies."""
+        """Wait for the copies of inputs that no step reads, as shared memory must outlive them."""
         for step in steps:
-            plgpu.barrier_wait(self._filled(self._slot(step)))
+            plgpu.barrier_wait(self._full(self._slot(step)))
 
-    def _slot(self, step):
+    def _slot(self, step: Index) -> Index:
         return step % self.tiling.ring_depth if isinstance(step, int) else lax.rem(step, self.tiling.ring_depth)
 
-    def _filled(self, slot):
-        return self.filled.at[slot * self.tiling.num_warpgroups + self.warpgroup]
+    def _full(self, slot: Index) -> Ref:
+        return self.block_refs.inputs_full.at[slot * self.tiling.num_warpgroups + self.warpgroup]
 
-    def source(self, ref: Any, *index: Any) -> Any:
+    def source(self, ref: Ref, *index: Index) -> Ref:
         """Return `[rows, units]` of `ref[rows, *index, head, units]`."""
         return ref.at[self.rows, *index, self.head, self.units]
 
-    def saved(self, ref: Any, position: Any) -> Any:
+    def saved(self, ref: Ref, position: Index) -> Ref:
         """Return what is saved of a position, `[SAVED, warpgroup, *LINES]`."""
         num_heads, num_groups = lax.axis_size("head"), lax.axis_size("group")
         return ref.at[(position * num_heads + self.head) * num_groups + self.group]
 
-    def load(self, ref: Any, *index: Any) -> jax.Array:
+    def load(self, ref: Ref, *index: Index) -> jax.Array:
         """Read `[units, rows]` of `ref[rows, *index, head, units]`."""
-        return _by_row(*_read([self.source(ref, *index)]))
+        return _as_accumulator(*_read([self.source(ref, *index)]))
 
-    def store(self, ref: Any, *index: Any, value: jax.Array) -> None:
+    def store(self, ref: Ref, *index: Index, value: jax.Array) -> None:
         """Write `[units, rows]` to `ref[rows, *index, head, units]`."""
         mine = self.source(ref, *index).transpose((1, 0))
         store(mine, plgpu.layout_cast(value.astype(ref.dtype), ALONG_UNITS))
 
-    def flags(self, position: Any) -> tuple[jax.Array, ...]:
-        """Load what is said of each row at a position: whether it begins, and whether it counts."""
+    def flags(self, position: Index) -> tuple[jax.Array, ...]:
+        """Load the flags of each row at a position: whether a document begins, and whether the position counts."""
         used = (self.options.has_resets, self.options.has_mask)
-        refs = [self.flags_ref.at[position, self.group, i] for i, is_used in enumerate(used) if is_used]
+        refs = [self.block_refs.flags.at[position, self.group, i] for i, is_used in enumerate(used) if is_used]
         return tuple(plgpu.load(ref, layout=OF_ROW, optimized=False) for ref in refs)
 
     def select(self, flags: tuple[jax.Array, ...]) -> tuple[Callable, Callable]:
@@ -208,12 +226,12 @@ class Block:
         return unless_begins, if_counts
 
 
-def seen_as(shape: tuple[int, ...], ref: Any) -> Any:
-    """Return the same numbers in another shape."""
+def seen_as(shape: tuple[int, ...], ref: Ref) -> Ref:
+    """Return a view of a reference in another shape."""
     return ref if ref.shape == shape else ref.reshape(shape)
 
 
-def _read(refs: list) -> tuple[jax.Array, ...]:
+def _read(refs: list[Ref]) -> tuple[jax.Array, ...]:
     """Read references `[rows, units]`, and all that is saved of references `[SAVED, ...]`."""
     values = []
     for ref in refs:
@@ -225,19 +243,19 @@ def _read(refs: list) -> tuple[jax.Array, ...]:
     return tuple(values)
 
 
-def _by_row(x: jax.Array) -> jax.Array:
+def _as_accumulator(x: jax.Array) -> jax.Array:
     """Turn what was read into the float32 numbers and the layout of an accumulator, `[units, rows]`."""
     return plgpu.layout_cast(x, WGMMA).astype(jnp.float32)
 
 
-def start(products: list[Callable[[], None]], tasks: list[Callable[[], Any]]) -> list:
-    """Start products, and do tasks: one after each product from the fifth on, the others at the end; return results.
+def start(matmuls: list[Callable[[], None]], tasks: list[Callable[[], Any]]) -> list:
+    """Start matmuls, and do tasks: one after each matmul from the fifth on, the others at the end; return results.
 
-    Warpgroups share tensor cores: while one does something else, they work for others.
+    Warpgroups share tensor cores: while one warpgroup does something else, the others use them.
     """
     waiting, results = iter(tasks), []
-    for i, product in enumerate(products):
-        product()
+    for i, matmul in enumerate(matmuls):
+        matmul()
         results += [task() for task in itertools.islice(waiting, int(i >= 4))]
     return results + [task() for task in waiting]
 
@@ -253,16 +271,18 @@ def split_lead(lead: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(lead > 0, 1.0, less), jnp.where(lead > 0, less, 1.0)
 
 
-def launch(
-    body: Callable[..., None],
+def launch_block(
+    kernel: Callable[[Any], None],
+    refs_type: type[BlockRefs],
     tiling: Tiling,
     options: Options,
-    outputs: list,
-    inputs: list[jax.ShapeDtypeStruct],
-    arguments: tuple,
-) -> list[jax.Array]:
-    """Run a kernel for all heads and groups of rows; `inputs` says what a ring holds of a warpgroup and a step."""
-    num_heads, num_groups = arguments[0].shape[0], outputs[0].shape[0] // ROWS
+    *,
+    inputs: dict[str, jax.Array],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    prefetched: list[jax.ShapeDtypeStruct],
+) -> dict[str, jax.Array]:
+    """Run a kernel for all heads and groups of rows; `prefetched` are the inputs of a warpgroup in a step."""
+    num_heads, num_groups = inputs["tiles"].shape[0], next(iter(outputs.values())).shape[0] // ROWS
     w, in_smem = tiling.num_warpgroups, tiling.num_tiles_in_smem
     num_exchanged = 4 * w if tiling.is_backward else w
 
@@ -272,25 +292,25 @@ def launch(
         shape = tiling.ring_depth, w, *tile.shape
         return plgpu.SMEM(shape, tile.dtype, transforms=transforms if is_tiled else ())
 
-    rings = []
+    # What a warpgroup writes to shared memory is read by tensor cores alone, after `publish`.
+    scratch = {
+        "tiles_smem": plgpu.SMEM((w, max(in_smem, 1), UNITS, UNITS), jnp.bfloat16, transforms=OPERAND),
+        "exchange_smem": plgpu.SMEM((2, num_exchanged, ROWS, UNITS), jnp.bfloat16, transforms=OPERAND),
+        "tiles_full": plgpu.Barrier(num_barriers=w),
+        "exchange_full": plgpu.Barrier(num_arrivals=w),
+    }
     if tiling.ring_depth:
-        filled = plgpu.Barrier(num_barriers=tiling.ring_depth * w, num_arrivals=len(inputs))
-        rings = [filled, *map(ring, inputs)]
-    return plgpu.kernel(
-        body,
-        out_type=outputs,
-        grid=(num_heads, num_groups),
-        grid_names=("head", "group"),
-        num_threads=w,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((w, max(in_smem, 1), UNITS, UNITS), jnp.bfloat16, transforms=OPERAND),
-            plgpu.SMEM((2, num_exchanged, ROWS, UNITS), jnp.bfloat16, transforms=OPERAND),
-            plgpu.Barrier(num_barriers=w),
-            plgpu.Barrier(num_arrivals=w),
-            *rings,
-        ],
-        # What a warpgroup writes to shared memory is read by tensor cores alone, after `publish`.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        num_barriers = tiling.ring_depth * w
+        scratch["inputs_full"] = plgpu.Barrier(num_barriers=num_barriers, num_arrivals=len(prefetched))
+        scratch["inputs_smem"] = tuple(map(ring, prefetched))
+    return launch(
+        kernel,
+        refs_type,
+        name="body",
+        inputs=inputs,
+        outputs=outputs,
+        scratch=scratch,
+        grid={"head": num_heads, "group": num_groups},
+        num_warpgroups=w,
         interpret=options.interpret,
-    )(*arguments)
+    )

@@ -1,10 +1,10 @@
-"""The sLSTM on Hopper GPUs: one launch forwards and one backwards, the recurrent kernel never leaves the chip.
+"""The sLSTM on Hopper GPUs: one launch forward and one backward, with the recurrent kernel on chip throughout.
 
-Numerics    products of bfloat16 in float32; everything else in float32. Reciprocals are squares of `rsqrt`, to 2e-7.
+Numerics    matmuls of bfloat16 in float32; everything else in float32. Reciprocals are squares of `rsqrt`, to 2e-7.
 Contract    the arguments and results of `slstm_recompute`; heads of 64, 128 or 192 units, a recurrent kernel in
             bfloat16, gates in float32 or bfloat16.
 Memory      for the backward pass: the hidden states, and six arrays of their shape in float32, but not the gates.
-Backward    the kernel gives the gradients of pre-activations; they give that of the recurrent kernel in one product.
+Backward    the kernel gives the gradients of pre-activations, and one matmul of these that of the recurrent kernel.
 """
 
 import functools
@@ -15,8 +15,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from xlstm_jax.kernels.shared.remat_names import keep
-from xlstm_jax.kernels.slstm.hopper.block import CELLS, TILE_ORDER, UNITS, Options, launch, saved_shape, tiling_of
-from xlstm_jax.kernels.slstm.hopper.kernels import backward_body, forward_body
+from xlstm_jax.kernels.slstm.hopper.backward import BackwardKernel, BackwardRefs
+from xlstm_jax.kernels.slstm.hopper.block import (
+    CELLS,
+    TILE_ORDER,
+    UNITS,
+    Options,
+    launch_block,
+    saved_shape,
+    tiling_of,
+)
+from xlstm_jax.kernels.slstm.hopper.forward import ForwardKernel, ForwardRefs
 from xlstm_jax.kernels.slstm.hopper.limits import ROWS, SAVED
 from xlstm_jax.kernels.slstm.state import SLSTMState
 
@@ -44,22 +53,29 @@ def _run_forward(gates, recurrent, state: SLSTMState, resets, mask, interpret, s
     options = Options(resets is not None, mask is not None, saves, interpret)
     gates, states, flags = _whole_groups(gates, jnp.stack(state, axis=1), _flags(resets, mask, b))
     rows = len(gates)
-    outputs = [
-        jax.ShapeDtypeStruct((rows, s, h, d), gates.dtype),
-        jax.ShapeDtypeStruct((rows, 4, h, d), jnp.float32),
-    ]
+    outputs = {
+        "hidden": jax.ShapeDtypeStruct((rows, s, h, d), gates.dtype),
+        "last": jax.ShapeDtypeStruct((rows, 4, h, d), jnp.float32),
+    }
     if saves:
         shape = saved_shape(tiling.num_warpgroups, s * h * rows // ROWS, options)
-        outputs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    arguments = _tiles(recurrent, is_transposed=True), gates, states, _by_position(flags)
-    body = forward_body(tiling, options, s)
-    inputs = [jax.ShapeDtypeStruct((ROWS, UNITS), gates.dtype)] * 4
-    hidden, last, *saved = launch(body, tiling, options, outputs, inputs, arguments)
-    return hidden[:b], SLSTMState(*jnp.moveaxis(last[:b], 1, 0)), saved
+        outputs["saved"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    tiles = _tiles(recurrent, is_transposed=True)
+    results = launch_block(
+        lambda refs: ForwardKernel(tiling, options, s, refs).run(),
+        ForwardRefs,
+        tiling,
+        options,
+        inputs={"tiles": tiles, "gates": gates, "state": states, "flags": _by_position(flags)},
+        outputs=outputs,
+        prefetched=[jax.ShapeDtypeStruct((ROWS, UNITS), gates.dtype)] * 4,
+    )
+    hidden, last = results["hidden"][:b], results["last"][:b]
+    return hidden, SLSTMState(*jnp.moveaxis(last, 1, 0)), results.get("saved")
 
 
 def _forward(gates, recurrent, state, resets, mask, interpret):
-    hidden, last, (saved,) = _run_forward(gates, recurrent, state, resets, mask, interpret, saves=True)
+    hidden, last, saved = _run_forward(gates, recurrent, state, resets, mask, interpret, saves=True)
     hidden, saved = keep((hidden, saved))
     return (hidden, last), (recurrent, state.hidden, resets, mask, hidden, saved)
 
@@ -72,18 +88,23 @@ def _backward(interpret, residuals, cotangents):
     options = Options(resets is not None, mask is not None, False, interpret)
     dhidden, dlast, flags = _whole_groups(dhidden, jnp.stack(dlast[:3], axis=1), _flags(resets, mask, b))
     rows = len(dhidden)
-    outputs = [
-        jax.ShapeDtypeStruct((rows, s, 4, h, d), hidden.dtype),
-        jax.ShapeDtypeStruct((rows, 3, h, d), jnp.float32),
-    ]
-    arguments = _tiles(recurrent, is_transposed=False), saved, dhidden, dlast, _by_position(flags)
-    body = backward_body(tiling, options, s)
-    inputs = [
-        jax.ShapeDtypeStruct((SAVED, *CELLS), jnp.float32),
-        jax.ShapeDtypeStruct((ROWS, UNITS), dhidden.dtype),
-    ]
-    draws, dfirst = launch(body, tiling, options, outputs, inputs, arguments)
-    draws, (dfirst_hidden, dcell, dnormalizer) = draws[:b], jnp.moveaxis(dfirst[:b], 1, 0)
+    tiles = _tiles(recurrent, is_transposed=False)
+    results = launch_block(
+        lambda refs: BackwardKernel(tiling, options, s, refs).run(),
+        BackwardRefs,
+        tiling,
+        options,
+        inputs={"tiles": tiles, "saved": saved, "dhidden": dhidden, "dlast": dlast, "flags": _by_position(flags)},
+        outputs={
+            "draws": jax.ShapeDtypeStruct((rows, s, 4, h, d), hidden.dtype),
+            "dfirst": jax.ShapeDtypeStruct((rows, 3, h, d), jnp.float32),
+        },
+        prefetched=[
+            jax.ShapeDtypeStruct((SAVED, *CELLS), jnp.float32),
+            jax.ShapeDtypeStruct((ROWS, UNITS), dhidden.dtype),
+        ],
+    )
+    draws, (dfirst_hidden, dcell, dnormalizer) = results["draws"][:b], jnp.moveaxis(results["dfirst"][:b], 1, 0)
     hidden_before = jnp.concatenate([first_hidden[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
     if resets is not None:
         hidden_before = jnp.where(resets[..., None, None], 0.0, hidden_before)
@@ -110,7 +131,7 @@ def _tiles(recurrent: jax.Array, is_transposed: bool) -> jax.Array:
 
 
 def _flags(resets: jax.Array | None, mask: jax.Array | None, num_rows: int) -> jax.Array:
-    """Return `[row, s, (begins, counts)]`; it has one position, which nobody reads, if there are neither."""
+    """Return `[row, s, (begins, counts)]`; if there are neither, it has one position, which is not read."""
     length = next((x.shape[1] for x in (resets, mask) if x is not None), 1)
     both = [jnp.zeros((num_rows, length), bool) if x is None else x for x in (resets, mask)]
     return jnp.stack(both, axis=2).astype(jnp.float32)
@@ -122,7 +143,7 @@ def _by_position(flags: jax.Array) -> jax.Array:
 
 
 def _whole_groups(*arrays: jax.Array) -> list[jax.Array]:
-    """Fill the last group of rows with zeros."""
+    """Zero-pad the last group of rows."""
     missing = -len(arrays[0]) % ROWS
     return [jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) if missing else x for x in arrays]
 
