@@ -1,6 +1,7 @@
 # Set up and run everything. Needs Python 3.11 or newer, and make.
 #
 #   make demo     install into .venv, run the example
+#   make check    lint and the quick tests: the loop while you work
 #   make test     install the test tools, run the tests       TESTS="tests/cli -k version" runs some
 #   make lint     formatting, lint, types, layers
 #   make docs     the documentation site, into site/
@@ -24,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test-env parity-env demo test lint docs drills bench parity clean
+.PHONY: help install test-env parity-env demo check test lint docs drills bench parity clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -40,6 +41,9 @@ demo: install
 
 test: test-env
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses=4 --dist=worksteal --durations=10 $(TESTS)
+
+check: lint
+	@$(MAKE) --no-print-directory test TESTS='-m "not slow and not gpu" $(TESTS)'
 
 lint: test-env
 	@status=0; for check in "ruff check" "ruff format --check" "basedpyright --pythonpath $(BIN)/python" \

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import FrozenDict
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from tolerances import assert_close
@@ -83,6 +83,7 @@ def test_a_reset_forgets_all_steps(values):
 
 
 @given(VALUES, st.integers(1, 10))
+@example(0.1, 7)  # E[x²] - E[x]² is below 0 in float32.
 @settings(deadline=None, max_examples=40)
 def test_a_constant_has_no_deviation(value, num_steps):
     deviation = report([(value, 1)] * num_steps, ("std",))["x_std"]
