@@ -1,6 +1,7 @@
 """The throughput table: what it runs, what it reads from runs, and how a later call completes it."""
 
 import argparse
+import importlib
 import importlib.util
 import io
 import json
@@ -109,7 +110,13 @@ def test_an_error_is_a_cell_and_the_others_go_on(gpu, calls, tmp_path, monkeypat
 def test_ratios_are_those_of_the_log_to_the_bare_step_and_to_the_best_peer_without_documents(gpu, calls, tmp_path):
     results = gpu.Results(tmp_path, "2000-01-01")
     list(gpu.measure_all(results, options(only=["llama_160m"], parts=gpu.PARTS)))
-    cells = dict(zip(gpu.COLUMNS, cells_of(results.write_page(), "llama_160m"), strict=True))
+    cells = dict(
+        zip(
+            importlib.import_module("support.gpu_page").COLUMNS,
+            cells_of(results.write_page(), "llama_160m"),
+            strict=True,
+        )
+    )
     assert (cells["tokens/s (log)"], cells["bare step"], cells["log / bare"]) == ("200", "250", "0.800")
     assert (cells["peer, tokens/s"], cells["log / peer"]) == ("100", "2.00")
     assert "batch 16" in (tmp_path / "2000-01-01-gpu.md").read_text()
