@@ -110,7 +110,7 @@ def test_a_longer_resumed_run_and_generated_text(trained, folder, capsys):
     shutil.copytree(trained[0] / "outputs", folder / "outputs")
     assert main(["resume", "latest", "num_train_steps=9"]) == 0
     shown = capsys.readouterr().out
-    assert "poem goes on from step 6" in shown
+    assert "poem resumes from step 6" in shown
     assert "poem is done at step 9" in shown
     settings = yaml.safe_load((folder / "outputs/here/config.yaml").read_text())
     assert (settings["num_train_steps"], settings["scheduler"]["decay_steps"]) == (9, 9)
@@ -167,7 +167,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(folder, capsys
     assert re.search(r"Stopped at step \d+ and saved a checkpoint. To resume:\n  xlstm-jax resume cut", log.read_text())
     capsys.readouterr()
     assert main(["resume", "cut"]) == 0
-    assert "goes on from step" in capsys.readouterr().out
+    assert "resumes from step" in capsys.readouterr().out
     assert losses(folder / "cut")[-1] == losses(folder / "whole")[-1]
 
 

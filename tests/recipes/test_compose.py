@@ -4,6 +4,7 @@ import pytest
 
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import compose, compose_run
+from xlstm_jax.recipes.run import write_settings
 
 EXPERIMENT = """# @package _global_
 defaults:
@@ -51,7 +52,7 @@ def test_callbacks_that_are_still_chosen_keep_the_settings_of_the_experiment(fol
 
 
 def test_dropped_settings_are_reported(folder):
-    (sentence,) = compose_run(["experiment=mine", "optimizer=adamw"], folder).dropped
+    (sentence,) = compose_run(["experiment=mine", "optimizer=adamw"], folder).remarks
     assert sentence == (
         "optimizer=adamw replaces the choice of the experiment, and drops its optimizer.muon_exclude, "
         "optimizer.weight_decay."
@@ -68,5 +69,39 @@ def test_a_choice_without_its_group_is_suggested_with_it(word, meant):
 
 
 def test_nothing_is_reported_where_nothing_is_dropped(folder):
-    assert compose_run(["experiment=demo", "optimizer=adamw"]).dropped == ()
-    assert compose_run(["optimizer=adamw", "batch_size=3"]).dropped == ()
+    assert compose_run(["experiment=demo", "optimizer=adamw"]).remarks == ()
+    assert compose_run(["optimizer=adamw", "batch_size=3"]).remarks == ()
+
+
+@pytest.fixture
+def earlier_run(tmp_path):
+    """The folder of a run with a model of its own."""
+    write_settings(compose(["model=xlstm_demo", "model.num_blocks=3"]), tmp_path / "earlier")
+    return tmp_path / "earlier"
+
+
+def test_a_run_that_starts_from_another_one_takes_over_its_model(earlier_run):
+    composition = compose_run([f"init_from={earlier_run}", "batch_size=3"])
+    assert composition.resolved["model"] == compose(["model=xlstm_demo", "model.num_blocks=3"])["model"]
+    assert composition.remarks == (
+        f"The settings of the model are those of {earlier_run}, whose parameters it starts from.",
+    )
+
+
+def test_settings_of_the_model_hold_beside_those_that_it_takes_over(earlier_run):
+    changed = compose([f"init_from={earlier_run}", "model.dropout_rate=0.1", "~model.num_heads"])["model"]
+    model = compose(["model=xlstm_demo", "model.num_blocks=3", "model.dropout_rate=0.1", "~model.num_heads"])["model"]
+    assert changed == model
+
+
+@pytest.mark.parametrize("choice", ["model=xlstm_tiny", "experiment=demo"])
+def test_a_chosen_model_is_not_replaced_by_that_of_another_run(earlier_run, choice):
+    composition = compose_run([f"init_from={earlier_run}", choice])
+    assert composition.resolved["model"] == compose([choice])["model"]
+    assert composition.remarks == ()
+
+
+def test_a_broken_settings_file_of_another_run_is_reported(earlier_run):
+    (earlier_run / "config.yaml").write_text("model: [")
+    with pytest.raises(ConfigError, match=r"^init_from: .*config\.yaml is not valid YAML"):
+        compose([f"init_from={earlier_run}"])

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,17 @@ def test_a_run_resumes_with_all_its_loaders_where_they_were(unchecked_shapes):
     trainer = LoadingTrainer()
     _load_state(trainer, None, "train", {"a": "val"}, -1)
     assert trainer.loaded == {"train_loader": "train", "val_loader": {"a": "val"}}
+
+
+@pytest.mark.parametrize(
+    ("init_optimizer", "source"),
+    [(False, "parameters of other/run, step 30"), (True, "parameters and optimizer state of other/run, step 30")],
+)
+def test_a_run_that_starts_from_another_one_reports_what_it_loaded(init_optimizer, source, unchecked_shapes):
+    trainer, config = LoadingTrainer(), SimpleNamespace(init_from=Path("other/run"), init_optimizer=init_optimizer)
+    trainer.global_step = 0
+    trainer.load_pretrained_model = lambda path, load_optimizer: 30
+    assert _load_state(trainer, config, "train", "val", -1) == source
 
 
 def test_a_run_that_resumes_with_other_validation_data_says_so(caplog, unchecked_shapes):

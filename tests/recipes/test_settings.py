@@ -20,7 +20,7 @@ def test_every_setting_has_a_description():
 def test_every_field_of_every_config_is_listed():
     listed = {each.config.split()[0] for each in list_settings()}
     with_fields = {config.name for config in config_classes() if list(declared_fields(config))}
-    bases = {"DataConfig", "TextDataConfig", "TrainerConfig", "CallbackConfig"}
+    bases = {"DataConfig", "TextDataConfig", "TrainerConfig", "CallbackConfig", "LanguageModelConfig"}
     made_of_others = {"ModelConfig", "DataRecipe"}
     assert with_fields - listed - bases - made_of_others == set()
 

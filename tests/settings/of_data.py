@@ -184,7 +184,7 @@ def record_run(config, world: World):
     trainer = Recorder(answers={"global_step": 0, "load_model": lambda *_, **__: None})
     run._load_state(trainer, config, None, None, -1)
     lock = run.contextlib.ExitStack()
-    run.Run(config, world.folder, trainer, None, None, None, None, lock).train()
+    run.Run(config, world.folder, trainer, None, None, None, None, None, lock).train()
     devices = performance.Devices("cpu", "cpu", {"dp": 1}, None)
     return trainer.calls, config.setup(1), config.data, performance._why_not_auto(config, devices)
 

@@ -34,7 +34,7 @@ def describe_start(run: Run) -> Any:
     table = Table.grid(padding=(0, 2))
     for name, value in _facts(run).items():
         table.add_row(Text(name, style="dim"), Text(value))
-    verb = f"goes on from step {run.trainer.global_step}" if run.trainer.global_step else "starts"
+    verb = f"resumes from step {run.trainer.global_step}" if run.trainer.global_step else "starts"
     return Panel(table, title=f"{run.config.name} {verb}", title_align="left", border_style="dim")
 
 
@@ -74,6 +74,7 @@ def _facts(run: Run) -> Mapping[str, str]:
         **({} if (problem := gpu_problem()) is None else {"note": problem}),
         "kernels": _describe_kernels(shape),
         "parameters": f"{trainer.get_num_params():,}{_describe_flops(shape, config.context_length)}",
+        **({} if run.initialised_from is None else {"start": run.initialised_from}),
         "batch": f"{config.batch_size} × {config.context_length} = {num_tokens:,} tokens",
         "performance": run.performance.reason,
     }

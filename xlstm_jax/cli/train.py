@@ -128,7 +128,7 @@ def _train_one(overrides: Sequence[str], config_dir: Path | None) -> int:
     folder = composition.folder.absolute()
     make_folder(composition.folder)
     configure_log(hydra.job_logging, hydra.verbose)
-    for sentence in composition.dropped:
+    for sentence in composition.remarks:
         show(sentence)
     with composition.current():
         return train_in(folder, composition.settings, composition.notes(folder), config=config)
@@ -147,7 +147,7 @@ def _sweep(overrides: Sequence[str], config_dir: Path | None) -> int:
         except ConfigError as error:
             raise ConfigError(f"Run {number} of the sweep: {error}") from error
     make_folder(folder)
-    for sentence in dict.fromkeys(sentence for composition in runs for sentence in composition.dropped):
+    for sentence in dict.fromkeys(sentence for composition in runs for sentence in composition.remarks):
         show(sentence)
     words = [*search_path(config_dir), *free_keys(overrides, config_dir)]
     return _launch(words, [composition.settings for composition in runs])

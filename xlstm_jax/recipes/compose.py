@@ -9,13 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from xlstm_jax.configs import ConfigError, nearest
 from xlstm_jax.configs.reader import TARGET
 
 GROUPS_FOLDER = Path(__file__).parent / "groups"
 ROOT = "train"
 """The file that all runs start from."""
-
+CONFIG_FILE = "config.yaml"
+"""The file in the folder of a run with its settings, with all references resolved."""
 
 CALLBACKS = "callbacks"
 """The group of which several choices can be made."""
@@ -79,8 +82,8 @@ class Composition:
 
     config: Any
     """Hydra's config: the settings, and Hydra's own under `hydra`."""
-    dropped: tuple[str, ...] = ()
-    """A sentence for each group whose choice on the command line dropped settings of an experiment."""
+    remarks: tuple[str, ...] = ()
+    """A sentence for each group whose settings are not simply those that were chosen and set."""
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
@@ -166,7 +169,8 @@ def compose_words(words: Sequence[str], job_number: int | None = None) -> Compos
     """Compose a run from Hydra's own overrides, in the context of `initialized`.
 
     An experiment chooses a group and changes settings of that choice. Where the overrides make another choice, these
-    changes are dropped.
+    changes are dropped. A run that starts from the parameters of another one, and for which neither a model nor an
+    experiment is chosen, takes over the settings of that model.
 
     Args:
         words: The overrides, as `free_keys` returns them.
@@ -175,7 +179,7 @@ def compose_words(words: Sequence[str], job_number: int | None = None) -> Compos
     from hydra.types import RunMode
     from omegaconf import OmegaConf, open_dict
 
-    config, dropped = _load(words), []
+    config, remarks = _load(words), []
     chosen, experiments = _chosen_groups(words)
     if chosen and experiments:
         before = _load(experiments).hydra.runtime.choices
@@ -187,14 +191,19 @@ def compose_words(words: Sequence[str], job_number: int | None = None) -> Compos
             lost = set(_leaves(OmegaConf.to_container(config[group]), group)) - set(_leaves(section, group))
             if lost:
                 names = ", ".join(sorted({key for key, _ in lost}))
-                dropped.append(f"{chosen[group]} replaces the choice of the experiment, and drops its {names}.")
+                remarks.append(f"{chosen[group]} replaces the choice of the experiment, and drops its {names}.")
             with open_dict(config):
                 config[group] = section
+    if "model" not in chosen and not experiments and (inherited := _model_of(config.get("init_from"))) is not None:
+        remarks.append(f"The settings of the model are those of {config.init_from}, whose parameters it starts from.")
+        with open_dict(config):
+            config["model"] = inherited
+            _apply(config, [word for word in words if word.lstrip("+~").startswith("model.")])
     with open_dict(config):
         config.hydra.mode = RunMode.RUN
         if job_number is not None:
             config.hydra.job.id, config.hydra.job.num, config.hydra.mode = str(job_number), job_number, RunMode.MULTIRUN
-    return Composition(config, tuple(dropped))
+    return Composition(config, tuple(remarks))
 
 
 def _load(words: Sequence[str]) -> Any:
@@ -215,6 +224,31 @@ def _chosen_groups(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         elif key in choice_files() and key not in ("launcher", "experiment") and not override.is_delete():
             chosen[key] = word
     return chosen, experiments if any(word.startswith("experiment=") for word in experiments) else []
+
+
+def _model_of(run: str | None) -> dict[str, Any] | None:
+    """Return the settings of the model of a run, with all references resolved; `None` if there is no such run."""
+    file = Path(run or "") / CONFIG_FILE
+    if not run or not file.is_file():  # Loading its parameters fails with the reason.
+        return None
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"init_from: {file} is not valid YAML: {' '.join(str(error).split())}") from error
+    return settings.get("model") if isinstance(settings, dict) else None
+
+
+def _apply(config: Any, words: Sequence[str]) -> None:
+    """Apply overrides of values to a config of Hydra."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        section, _, name = override.key_or_group.rpartition(".")
+        if override.is_delete():
+            OmegaConf.select(config, section).pop(name, None)
+        else:
+            OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
 
 
 def _is_for_choices(word: str, switched: Sequence[str]) -> bool:

@@ -23,7 +23,7 @@ from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary
 from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError, Vocabulary
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
-from xlstm_jax.recipes.compose import resolved
+from xlstm_jax.recipes.compose import CONFIG_FILE, resolved
 from xlstm_jax.recipes.data import DataRecipe
 from xlstm_jax.recipes.lock import locked
 from xlstm_jax.recipes.memory_check import check_memory, warn_of_step_memory
@@ -45,7 +45,6 @@ from xlstm_jax.utils.startup import STARTUP
 
 LOGGER = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
 """The settings of a run."""
 HYDRA_FOLDER = ".hydra"
 COMPOSED_FILE = f"{HYDRA_FOLDER}/config.yaml"
@@ -69,6 +68,8 @@ class Run:
     """How large the validation set is, and what compressors make of it, if it is text."""
     performance: Performance
     """What `performance: auto` has chosen; it is part of the config."""
+    initialised_from: str | None
+    """What was loaded from another run, and from which step; `None` if nothing was."""
     lock: contextlib.ExitStack
     """Keeps other processes out of the folder until training has ended."""
 
@@ -166,12 +167,12 @@ def open_run(
         trainer.check_data(train=train_loader, val=val_loader)
         _check_monitored(trainer, val_loader)
         STARTUP.end("data")
-        _load_state(trainer, config, train_loader, val_loader, step)
+        source = _load_state(trainer, config, train_loader, val_loader, step)
         STARTUP.end("checkpoint")
         write_settings(settings, folder, notes)
         if train_loader.vocabulary is not None and jax.process_index() == 0:
             write_vocabulary(folder, train_loader.vocabulary)
-        return Run(config, folder, trainer, train_loader, val_loader, measures, performance, lock.pop_all())
+        return Run(config, folder, trainer, train_loader, val_loader, measures, performance, source, lock.pop_all())
 
 
 def prepare_data(data: DataRecipe) -> None:
@@ -324,7 +325,10 @@ def _check_monitored(trainer: LLMTrainer, val_loader: Any) -> None:
             )
 
 
-def _load_state(trainer: LLMTrainer, config: RunConfig, train_loader: DataIterator, val_loader: Any, step: int) -> None:
+def _load_state(
+    trainer: LLMTrainer, config: RunConfig, train_loader: DataIterator, val_loader: Any, step: int
+) -> str | None:
+    """Resume from a checkpoint of the run, or start from another run; return what was loaded from the latter."""
     trainer.load_model(step, raise_if_not_found=step >= 0)
     if trainer.global_step:
         trainer.load_data_loaders(trainer.global_step, train_loader=train_loader)
@@ -333,4 +337,7 @@ def _load_state(trainer: LLMTrainer, config: RunConfig, train_loader: DataIterat
         except ValueError as error:
             LOGGER.warning("The run resumes with other validation data, which starts from its beginning: %s", error)
     elif config.init_from is not None:
-        trainer.load_pretrained_model(config.init_from, load_optimizer=config.init_optimizer)
+        step = trainer.load_pretrained_model(config.init_from, load_optimizer=config.init_optimizer)
+        parts = "parameters and optimizer state" if config.init_optimizer else "parameters"
+        return f"{parts} of {config.init_from}, step {step}"
+    return None
