@@ -124,7 +124,7 @@ def test_a_longer_resumed_run_and_generated_text(trained, folder, capsys):
 
 
 def test_the_header_says_why_the_kernels_are_not_used(trained):
-    assert "the chunkwise form in plain JAX, as this CPU is no Hopper GPU" in trained[1]
+    assert "the chunkwise form in plain JAX, as this CPU is not a Hopper GPU" in trained[1]
 
 
 def test_a_run_keeps_what_hydra_says_about_its_start(trained):

@@ -188,7 +188,7 @@ def _why_not_auto(config: RunConfig, devices: Devices) -> str | None:
     if not isinstance(config.model.model_config, LanguageModelConfig):
         return "as set, for the memory of this model is not known"
     if devices.platform == "cpu":
-        return "the defaults, for this is a CPU"
+        return "the defaults, as this is a CPU"
     if config.trainer.debug:
         return "as set, for a run that is debugged compiles nothing"
     if devices.memory_limit is None:

@@ -219,7 +219,7 @@ def test_heads_that_are_filled_up_compute_the_reference_and_all_its_gradients(di
 @pytest.mark.skipif(hopper_unavailable_reason() is None, reason="this is a Hopper GPU")
 def test_kernels_that_cannot_run_say_why(key):
     inputs = [x.astype(jnp.bfloat16) for x in ArgSpec(1, 8, 1, 64, 64).arguments(key)]
-    with pytest.raises(ValueError, match=r"'mosaic' cannot run here: this .* is no Hopper GPU"):
+    with pytest.raises(ValueError, match=r"'mosaic' cannot run here: this .* is not a Hopper GPU"):
         mlstm(*inputs, backend="mosaic")
     assert choose_backend() == ("chunkwise", f"the chunkwise form in plain JAX, as {hopper_unavailable_reason()}")
 

@@ -266,7 +266,7 @@ def test_what_the_kernel_cannot_compute_is_left_to_the_scan_and_refused_if_asked
 @pytest.mark.skipif(is_hopper, reason="the kernel runs here")
 def test_the_kernel_is_refused_where_there_is_no_hopper_gpu(key):
     gates, recurrent = ArgSpec(1, 2, 1, 64).arguments(key)
-    with pytest.raises(ValueError, match=r"'mosaic' cannot compute this: this .* is no Hopper GPU"):
+    with pytest.raises(ValueError, match=r"'mosaic' cannot compute this: this .* is not a Hopper GPU"):
         slstm(gates, recurrent.astype(jnp.bfloat16), backend="mosaic")
 
 

@@ -13,9 +13,9 @@ HOPPER = "9.0"
 def hopper_unavailable_reason() -> str | None:
     """Return why kernels for Hopper GPUs cannot run here, or `None` if they can."""
     if jax.default_backend() != "gpu":
-        return f"this {jax.default_backend().upper()} is no Hopper GPU"
+        return f"this {jax.default_backend().upper()} is not a Hopper GPU"
     if getattr(jax.devices()[0], "compute_capability", None) != HOPPER:
-        return f"this {jax.devices()[0].device_kind} is no Hopper GPU"
+        return f"this {jax.devices()[0].device_kind} is not a Hopper GPU"
     if jax.__version_info__ < NEEDED_JAX:
         return f"the kernels for Hopper GPUs need jax 0.11 or newer, and this is {jax.__version__}"
     return None
