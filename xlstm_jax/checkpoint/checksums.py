@@ -1,8 +1,8 @@
-"""Checksums: the bytes that every file of a checkpoint must have.
+"""Checksums: the size and the digest of every file of a checkpoint.
 
 `checksums.json` lists the files of each item (`params`, `metadata`, ...) with their sizes and SHA-256 digests. It is
-written before Orbax commits a checkpoint, so none is complete without it. It holds its own digest too: a flipped,
-missing or additional byte is found in whatever file it is.
+written before Orbax commits a checkpoint, so every committed checkpoint has it. It contains its own digest as well, so
+a flipped, missing or additional byte is detected in any file.
 
 A document that is replaced later, such as `metrics`, has two valid versions while both files are being written, so the
 checkpoint stays valid whenever the process is killed.
@@ -21,11 +21,11 @@ from xlstm_jax.checkpoint.files import write_atomically
 
 CHECKSUMS_FILE = "checksums.json"
 ROOT = "."
-"""The item of the files that Orbax keeps in the folder of the checkpoint itself."""
+"""The item name of the files that Orbax writes directly into the folder of the checkpoint."""
 ABSENT = "absent"
-"""Among the valid versions of a file: it may be missing."""
+"""As a valid version of a file: the file may be missing."""
 IGNORED_FILES = (CHECKSUMS_FILE, "*.tmp", ".nfs*", ".DS_Store")
-"""Files that may be there or not: of unfinished writes, network file systems and file managers."""
+"""Files that may exist or not: leftovers of unfinished writes, network file systems and file managers."""
 _CHUNK_BYTES = 16 * 2**20
 
 Versions = list[str]
@@ -33,7 +33,7 @@ Versions = list[str]
 
 
 class CorruptCheckpointError(ValueError):
-    """A checkpoint is not what was written, or parts of it are missing."""
+    """A checkpoint differs from what was written, or parts of it are missing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Checksums:
 
     @classmethod
     def compute(cls, checkpoint: epath.Path) -> "Checksums":
-        """Read all files of a checkpoint that was just written."""
+        """Compute the checksums of all files of a newly written checkpoint."""
         folders = [path for path in checkpoint.iterdir() if path.is_dir()]
         files = [(folder.name, name) for folder in folders for name in _files(folder)]
         with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -59,7 +59,7 @@ class Checksums:
         """Read the checksums of a checkpoint; `None` if it has none.
 
         Raises:
-            CorruptCheckpointError: If the file with the checksums is damaged itself.
+            CorruptCheckpointError: If the file with the checksums is itself corrupt.
         """
         file = checkpoint / CHECKSUMS_FILE
         if not file.exists():
@@ -74,7 +74,7 @@ class Checksums:
         return checksums
 
     def write(self, checkpoint: epath.Path) -> None:
-        """Write the checksums into the folder of a checkpoint."""
+        """Write the checksums to the folder of a checkpoint."""
         write_atomically(checkpoint / CHECKSUMS_FILE, self._render())
 
     def with_versions(self, item: str, name: str, versions: Versions) -> "Checksums":
@@ -82,16 +82,16 @@ class Checksums:
         return Checksums({**self.items, item: {**self.items.get(item, {}), name: versions}})
 
     def check(self, item: str, name: str, content: bytes | None) -> None:
-        """Raise an error if a file that was read, or is missing, is not a valid version."""
+        """Raise an error if the content of a file is not a valid version; `None` stands for a missing file."""
         if problem := _compare(f"{item}/{name}", _describe(content), self.items.get(item, {}).get(name, [ABSENT])):
             raise CorruptCheckpointError(problem)
 
     def problem(self, checkpoint: epath.Path, items: Collection[str] | None = None) -> str | None:
-        """Read the files of items and describe what is wrong first; `None` if they are as they were written.
+        """Read the files of items and describe the first problem; `None` if all files are valid.
 
         Args:
             checkpoint: The folder of the checkpoint.
-            items: The names of the items; all by default. Those that were not saved are left out.
+            items: The names of the items; all by default. Items that were not saved are ignored.
         """
         checked = [item for item in self.items if items is None or item in items]
         files = [(item, name) for item in checked for name in self.items[item]]
@@ -117,12 +117,12 @@ class Checksums:
 
 
 def seal(checkpoint: epath.Path) -> None:
-    """Store the checksums of a checkpoint whose items are written."""
+    """Store the checksums of a checkpoint once its items are written."""
     Checksums.compute(checkpoint).write(checkpoint)
 
 
 def seal_root(checkpoint: epath.Path) -> None:
-    """Add the files in the folder of the checkpoint itself, which Orbax writes when it commits."""
+    """Add the checksums of the files directly in the folder of the checkpoint, which Orbax writes when it commits."""
     checksums = Checksums.read(checkpoint)
     if checksums is None:
         raise RuntimeError(f"{checkpoint} was committed without {CHECKSUMS_FILE}.")
@@ -132,9 +132,9 @@ def seal_root(checkpoint: epath.Path) -> None:
 
 
 def replace_file(checkpoint: epath.Path, item: str, name: str, text: str) -> None:
-    """Write a small file of a checkpoint, or replace it, together with its checksum.
+    """Write or replace a small file of a checkpoint, together with its checksum.
 
-    Whenever the process is killed, either the old file or the new one is there, and valid.
+    If the process is killed at any time, either the old or the new file exists and is valid.
     """
     checksums, file = Checksums.read(checkpoint), checkpoint / item / name
     if checksums is None:
@@ -157,7 +157,7 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
 
 
 def _root_files(checkpoint: epath.Path) -> list[str]:
-    """Return the names of the files in the folder of the checkpoint itself."""
+    """Return the names of the files directly in the folder of the checkpoint."""
     return [path.name for path in checkpoint.iterdir() if not path.is_dir() and _is_listed(path.name)]
 
 
@@ -189,7 +189,7 @@ def _compare(name: str, version: str, versions: Versions) -> str | None:
 
 
 def _version(file: epath.Path) -> str:
-    """Return the version of a file, which is read in chunks."""
+    """Return the version of a file, reading it in chunks."""
     digest, size = hashlib.sha256(), 0
     try:
         with file.open("rb") as opened:
@@ -202,5 +202,5 @@ def _version(file: epath.Path) -> str:
 
 
 def _describe(content: bytes | None) -> str:
-    """Return the version of a file with this content; `None` stands for a file that is missing."""
+    """Return the version of a file with the given content; `None` stands for a missing file."""
     return ABSENT if content is None else f"{len(content)}:{hashlib.sha256(content).hexdigest()}"

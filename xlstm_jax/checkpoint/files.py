@@ -1,4 +1,4 @@
-"""Files and folders, local or on remote storage, such that no half of one looks like a whole."""
+"""Files and folders of checkpoints, local or on remote storage; unfinished ones are never taken for complete."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from xlstm_jax.utils import files
 
 FOLDER = "checkpoints"
 COMMIT_FILE = "commit_success.txt"
-"""Without this file, Orbax takes a checkpoint on remote storage for half written."""
+"""Without this file, Orbax treats a checkpoint on remote storage as incomplete."""
 TEMPORARY_INFIX = ".orbax-checkpoint-tmp"
-"""In the name of a local folder that Orbax is writing; on remote storage it writes into the final one."""
+"""Part of the name of a local folder while Orbax writes it; on remote storage Orbax writes to the final folder."""
 DELETED_PREFIX = "deleted-"
-"""Orbax does not list folders of such names, and does not clean them up either, which it does beside other work."""
+"""Prefix of folders that are being deleted. Orbax neither lists them nor cleans them up in the background."""
 CORRUPT_PREFIX = "corrupt-"
-"""Corrupt checkpoints are renamed, so that they are neither listed nor deleted."""
+"""Prefix of renamed corrupt checkpoints, which are neither listed nor deleted."""
 
 
 def absolute(folder: str | os.PathLike) -> epath.Path:
@@ -34,18 +34,18 @@ def absolute(folder: str | os.PathLike) -> epath.Path:
 
 
 def checkpoint_folder(run: str | os.PathLike) -> epath.Path:
-    """Return the folder of the checkpoints of a run, from the folder of the run or from itself."""
+    """Return the folder of the checkpoints of a run, given the folder of the run or that folder itself."""
     path = absolute(run)
     return path if path.name == FOLDER else path / FOLDER
 
 
 def is_remote(path: epath.Path) -> bool:
-    """Tell whether a path is not one of this machine's file system."""
+    """Return whether a path is on remote storage rather than in a mounted file system."""
     return "://" in os.fspath(path)
 
 
 def free_bytes(folder: epath.Path) -> int | None:
-    """Return how much room a folder has, or the nearest one around it that is there; `None` for a remote one."""
+    """Return the free disk space of a folder, or of its nearest existing parent; `None` for a remote folder."""
     if is_remote(folder):
         return None
     there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
@@ -53,8 +53,8 @@ def free_bytes(folder: epath.Path) -> int | None:
 
 
 def write_atomically(file: epath.Path, text: str) -> None:
-    """Write a small file: readers see the old one, or none, until the new one is whole."""
-    if is_remote(file):  # An object there is whole or absent.
+    """Write a small file atomically: readers see the old file, or none, until the new one is complete."""
+    if is_remote(file):  # A remote object is either complete or absent.
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     else:
@@ -62,7 +62,7 @@ def write_atomically(file: epath.Path, text: str) -> None:
 
 
 def delete_checkpoint(path: epath.Path) -> None:
-    """Delete the folder of a checkpoint; from the first moment on, Orbax no longer takes it for a whole one."""
+    """Delete the folder of a checkpoint so that Orbax never treats a partly deleted one as complete."""
     if is_remote(path):
         (path / COMMIT_FILE).unlink(missing_ok=True)
         path.rmtree()
@@ -78,12 +78,12 @@ def quarantine(path: epath.Path) -> epath.Path:
 
 
 def quarantined(folder: epath.Path) -> list[epath.Path]:
-    """Return the corrupt checkpoints of a folder that were renamed."""
+    """Return the renamed corrupt checkpoints of a folder."""
     return sorted(folder.glob(f"{CORRUPT_PREFIX}*")) if folder.exists() else []
 
 
 def clean_up(folder: epath.Path) -> None:
-    """Delete what a process that was killed was writing or deleting."""
+    """Delete the leftovers of writes and deletions that were cut short by a kill."""
     for pattern in (f"{DELETED_PREFIX}*", f"*{TEMPORARY_INFIX}*"):
         for path in folder.glob(pattern):
             path.rmtree()

@@ -1,4 +1,4 @@
-"""How Orbax is asked to write and read one item of a checkpoint, and whether what it holds fits a model."""
+"""One item of a checkpoint: the arguments with which Orbax writes and reads it, and whether its arrays fit a model."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from xlstm_jax.checkpoint.orbax import ocp
 from xlstm_jax.common_types import PyTree
 
 SHOWN_NAMES = 3
-"""How many parameters an error names for each way in which they do not fit."""
+"""The number of parameters that an error names for each kind of mismatch."""
 
 _WAYS_OUT = {
     "params": "They are of another model: build the one that wrote them, whose config is in {path}.",
@@ -22,14 +22,14 @@ _WAYS_OUT = {
 
 
 def save_args(arrays: PyTree) -> ocp.args.CheckpointArgs:
-    """Return what Orbax needs to write an array, or nested dictionaries of arrays."""
+    """Return the arguments with which Orbax writes an array, or nested dictionaries of arrays."""
     if isinstance(arrays, dict):
         return ocp.args.StandardSave(arrays)
     return ocp.args.ArraySave(arrays if isinstance(arrays, jax.Array) else np.asarray(arrays))
 
 
 def restore_args(targets: PyTree) -> ocp.args.CheckpointArgs:
-    """Return what Orbax needs to read arrays that are like the given ones."""
+    """Return the arguments with which Orbax reads arrays of the given shapes, dtypes and shardings."""
     if isinstance(targets, dict):
         return ocp.args.StandardRestore(jax.tree.map(_placeholder, targets))
     if targets.sharding is None:
@@ -44,21 +44,21 @@ def _placeholder(target: Target) -> Any:
 
 
 def stored_shapes(checkpoint: epath.Path, item: str) -> dict[Path, tuple[int, ...]]:
-    """Read which arrays an item holds."""
+    """Read the shapes of the arrays of an item."""
     return _shapes(ocp.StandardCheckpointHandler().metadata(checkpoint / item).tree)
 
 
 def check_fit(checkpoint: epath.Path, item: str, stored: dict[Path, tuple[int, ...]], targets: PyTree) -> None:
-    """Refuse an item whose arrays are not those that are needed.
+    """Raise unless an item has exactly the required arrays.
 
     Args:
         checkpoint: The folder of the checkpoint.
         item: The name of the item.
-        stored: The arrays that it holds.
-        targets: What is needed, as nested dictionaries.
+        stored: The shapes of its arrays.
+        targets: The required arrays, as nested dictionaries.
 
     Raises:
-        ValueError: It names a few arrays that are missing, too many, or of another shape, and the way out.
+        ValueError: Arrays are missing, unexpected, or have another shape; the message names a few, and a way out.
     """
     wanted = _shapes(targets)
     problems = {

@@ -1,9 +1,9 @@
-"""From live trees to the layout in which checkpoints store them, and back.
+"""Conversion between live trees and the canonical layout of checkpoints.
 
-Stored are nested dictionaries of plain arrays under the names of their key paths; fields of named tuples and places in
-tuples are names too. There are no boxes, and each block has an entry of its own, `block_stack.block_<i>`, whether the
-model scans over its blocks or not. So what is stored depends neither on the mesh nor on how the model is run, and the
-optimizer's moments lie just as the parameters do.
+A checkpoint stores nested dictionaries of unboxed arrays, named by their key paths; fields of named tuples and indices
+of tuples are names too. Each block has an entry of its own, `block_stack.block_<i>`, whether or not the model scans
+over its blocks. So the layout depends neither on the mesh nor on how the model is run, and the moments of the optimizer
+have the same layout as the parameters.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ HOST_MEMORY = "pinned_host"
 
 
 class Stack(NamedTuple):
-    """Scanned blocks: as many kinds as there are places, in turn, so many times."""
+    """A scanned stack: a pattern of `num_places` blocks, repeated `num_repetitions` times."""
 
     num_places: int
     num_repetitions: int
@@ -40,7 +40,7 @@ Stacks = dict[Path, Stack]
 
 
 def find_stacks(params: PyTree) -> Stacks:
-    """Find the scanned blocks among the parameters of a model; `models.shared.stack` says how they lie."""
+    """Find the scanned stacks among the parameters of a model; `models.shared.stack` documents their layout."""
     places: dict[Path, set[str]] = {}
     lengths: dict[Path, set[tuple[int, ...]]] = {}
     for path, leaf in named_leaves(params):
@@ -62,14 +62,14 @@ def named_leaves(tree: PyTree) -> Iterator[tuple[Path, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What an array has to be like once it is read; of a random key, what its data are like."""
+    """The properties that an array must have after it is read; for a random key, those of its data."""
 
     shape: tuple[int, ...]
     dtype: Any
     sharding: Sharding | None = None
-    """Where it lies; `None` for a NumPy array on the host."""
+    """The sharding; `None` for a NumPy array on the host."""
     is_weak: bool = False
-    """Whether its dtype gives way to others, as that of a Python number does."""
+    """Whether the dtype is weak, as that of a Python number is."""
     key_kind: str | None = None
     """The kind of random key; `None` for all other arrays."""
     number: type | None = None
@@ -77,7 +77,7 @@ class Target:
 
 
 def describe(tree: PyTree) -> PyTree:
-    """Replace each array of a tree by its `Target`; boxes stay."""
+    """Replace each array of a tree by its `Target`, and keep the boxes."""
     return jax.tree.map(_describe, tree)
 
 
@@ -91,15 +91,15 @@ def _describe(leaf: Any) -> Target:
 
 
 def to_canonical(tree: PyTree, stacks: Stacks) -> PyTree:
-    """Lay out a live tree as it is stored.
+    """Convert a live tree to the canonical layout.
 
     Args:
-        tree: Parameters, the state of an optimizer, or any other tree of arrays; also a single array.
+        tree: Parameters, the state of an optimizer, any other tree of arrays, or a single array.
         stacks: The stacks of the model.
 
     Returns:
-        Nested dictionaries of arrays. Arrays of stacked blocks are copied into the memory of the host, piece by piece:
-        the devices need no room for a second copy of them.
+        Nested dictionaries of arrays. Stacked arrays are copied to host memory block by block, so the devices need no
+        memory for a second copy.
     """
 
     def split(path: Path, leaf: Any, blocks: list[Path]) -> dict[Path, Any]:
@@ -127,15 +127,15 @@ def canonical_targets(targets: PyTree, stacks: Stacks) -> PyTree:
 
 
 def from_canonical(stored: PyTree, targets: PyTree, stacks: Stacks) -> PyTree:
-    """Turn stored arrays into a live tree; the inverse of `to_canonical`.
+    """Convert stored arrays to a live tree; the inverse of `to_canonical`.
 
     Args:
-        stored: The arrays, laid out like `canonical_targets`; those of stacked blocks are deleted.
-        targets: What the tree has to be like.
+        stored: The arrays, in the layout of `canonical_targets`; those of stacked blocks are deleted.
+        targets: The properties of each array of the tree.
         stacks: The stacks of the model.
 
     Returns:
-        The tree: the same types, boxes, shardings and dtypes as those that `targets` describes.
+        The tree, with the types, boxes, shardings and dtypes that `targets` describes.
     """
     flat: dict[Path, Any] = traverse_util.flatten_dict(stored) if isinstance(stored, dict) else {(): stored}
 
@@ -157,14 +157,14 @@ def _canonical(tree: PyTree, stacks: Stacks, split: Callable[[Path, Any, list[Pa
 
 
 def _end_of_stack(path: Path) -> int:
-    """Return how many names lead to the scanned blocks that a leaf belongs to; 0 if it belongs to none."""
+    """Return the length of the path to the scanned stack that a leaf belongs to; 0 if it belongs to none."""
     return next((i + 2 for i in range(len(path) - 2) if path[i : i + 2] == SCANNED_BLOCKS), 0)
 
 
 def _block_paths(path: Path, shape: tuple[int, ...], stacks: Stacks) -> list[Path]:
-    """Return where the pieces of a stacked leaf are stored; nothing if it is no such leaf.
+    """Return the paths under which the blocks of a stacked leaf are stored; empty if the leaf is not stacked.
 
-    The leaf may be of the optimizer's state, where further names stand before those of the parameter.
+    In the state of an optimizer, further names precede the path of the parameter.
     """
     end = _end_of_stack(path)
     stack = next((stack for known, stack in stacks.items() if end and path[:end][-len(known) :] == known), None)
@@ -176,14 +176,14 @@ def _block_paths(path: Path, shape: tuple[int, ...], stacks: Stacks) -> list[Pat
 
 
 def _block_sharding(sharding: Sharding) -> Sharding:
-    """Return the sharding of a block of a stacked array."""
+    """Return the sharding of one block of a stacked array."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, P(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
 
 def _spread_on_host(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
-    """Return a sharding in host memory that keeps one copy, not one for each device, where a dimension allows it."""
+    """Return a sharding in host memory with one copy instead of one per device, where a dimension divides evenly."""
     memories = {memory.kind for device in sharding.addressable_devices for memory in device.addressable_memories()}
     on_host = sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in memories else sharding
     if not isinstance(on_host, NamedSharding):
@@ -219,7 +219,7 @@ def _join(blocks: list[Any], target: Target) -> Any:
 
 
 def _finish(array: Any, target: Target) -> Any:
-    """Give an array what storage does not keep: a kind of random key, a weak dtype, the type of a Python number."""
+    """Restore what storage does not preserve: the kind of a random key, a weak dtype, the type of a Python number."""
     if target.key_kind is not None:
         return jax.random.wrap_key_data(array, impl=target.key_kind)
     if target.number is not None:

@@ -1,4 +1,4 @@
-"""Where data loaders stand, as JSON: one state for each process."""
+"""The states (positions) of data loaders as JSON, one for each process."""
 
 import base64
 import json
@@ -17,13 +17,14 @@ _ARRAY = "__array__"
 
 
 def gather_states(loaders: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Ask all loaders of all processes where they stand.
+    """Gather the states of all loaders from all processes.
 
     Args:
         loaders: The loaders of this process by name. All processes have to call this with the same names.
 
     Returns:
-        The states of each loader, in the order of the processes, for JSON. Loaders without `get_state` are left out.
+        The states of each loader as JSON values, in the order of the processes. Loaders without `get_state` are left
+        out.
     """
     own = {name: _encode(loader.get_state(), name) for name, loader in loaders.items() if hasattr(loader, "get_state")}
     everyone = [own] if jax.process_count() == 1 else [json.loads(text) for text in _allgather(json.dumps(own))]
@@ -31,10 +32,10 @@ def gather_states(loaders: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def own_states(stored: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Return the states of this process from those that `gather_states` returned.
+    """Select the states of this process from the result of `gather_states`.
 
-    With another number of processes than before, a loader can go on only if it stood in the same place everywhere.
-    Otherwise a warning says so, and it is left out.
+    If the number of processes has changed, a loader can resume only if its state was the same in all processes.
+    Otherwise a warning is logged, and the loader is left out.
     """
     own = {}
     for name, states in stored.items():
@@ -55,7 +56,7 @@ def own_states(stored: Mapping[str, list[Any]]) -> dict[str, Any]:
 
 
 def _allgather(text: str) -> list[str]:
-    """Exchange a text of any length between all processes."""
+    """All-gather a text of any length over all processes."""
     data = np.frombuffer(text.encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(data.size))
     padded = np.zeros(int(np.max(lengths)), np.uint8)
@@ -65,7 +66,7 @@ def _allgather(text: str) -> list[str]:
 
 
 def _encode(state: Any, name: str) -> Any:
-    """Write a state with what JSON has; bytes and arrays say what they are."""
+    """Encode a state in JSON types; bytes and arrays are tagged with their type."""
     match state:
         case None | bool() | int() | float() | str():
             return state

@@ -16,7 +16,7 @@ class Difference(NamedTuple):
     old: Any
     new: Any
     forbids_resuming: bool = False
-    """Whether the state of the old run is meaningless under the new setting."""
+    """Whether the state of the old run is invalid under the new setting."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.old} → {self.new}"
@@ -33,7 +33,7 @@ def compare_configs(
         fixed: The settings that a resumed run may not change, see `configs.fixed_settings`.
 
     Returns:
-        The differences, in the order of the settings. A setting that only one of the runs has forbids nothing.
+        The differences, in the order of the settings. A setting that only one of the runs has never forbids resuming.
     """
     before, after = (dict(_settings(json.loads(json.dumps(config)))) for config in (old, new))
     names = [*before, *(name for name in after if name not in before)]

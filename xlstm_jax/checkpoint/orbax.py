@@ -1,6 +1,6 @@
-"""Orbax, imported so that it leaves the root logger alone.
+"""Orbax, imported so that it does not change the root logger.
 
-It logs through absl, which gives the root logger a handler with its first message, if there is none.
+Orbax logs through absl, which adds a handler to a root logger without handlers at its first message.
 """
 
 import logging
@@ -16,10 +16,10 @@ logging.root.handlers[:] = _HANDLERS
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Tell whether a message of Orbax is worth reading.
+    """Return whether a message of Orbax is relevant to users.
 
-    That single arrays are not merged is always so. An error of a thread that writes is raised again in the main thread,
-    where `CheckpointStore` says what it means.
+    The message that single arrays are not merged is always logged, so it is dropped. An error in a writer thread is
+    raised again in the main thread, where `CheckpointStore` explains it.
     """
     is_raised_again = record.levelno >= logging.ERROR and bool(record.exc_info)
     return not is_raised_again and "Skipping merge of OCDBT" not in record.getMessage()
@@ -29,7 +29,7 @@ logging.getLogger("absl").addFilter(_is_news)
 
 
 class CheckpointManager(ocp.CheckpointManager):
-    """Orbax's manager without a look into metrics, whose damage would keep it from listing any checkpoint."""
+    """Orbax's manager that does not read metrics: a corrupt metrics file would keep it from listing any checkpoint."""
 
     def metrics(self, step: int) -> Any:  # noqa: ARG002
         """Return nothing: the store reads metrics itself, and verifies them."""

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, and which is the best."""
+"""Retention policy: which checkpoints of a run are kept, and which is the best."""
 
 import dataclasses
 import math
@@ -8,19 +8,21 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Keeps the newest checkpoints, and beside them the best one and every so many steps."""
+    """Keeps the newest checkpoints, the best one, and optionally one every `keep_every` steps."""
 
     max_to_keep: int | None = None
-    """How many of the newest to keep; `None` for all."""
+    """The number of newest checkpoints to keep; `None` for all."""
     keep_every: int | None = None
     """Keep every checkpoint whose step is a multiple of this."""
     monitor: str | None = None
-    """The metric that says which one is the best."""
+    """The metric that determines the best checkpoint."""
     mode: str = "min"
-    """Whether low (`min`) or high (`max`) values of it are good."""
+    """Whether low (`min`) or high (`max`) values of the metric are good."""
 
     def best(self, metrics: Mapping[int, Mapping[str, Any]]) -> int | None:
-        """Return the best step, the latest of several, or `None` if no checkpoint has the metric as a finite number.
+        """Return the step of the best checkpoint; `None` if no checkpoint has a finite value of the metric.
+
+        Of several equal ones, it is the latest.
 
         Args:
             metrics: The metrics of each checkpoint, from the oldest to the newest.

@@ -1,4 +1,4 @@
-"""Whether a state is worth keeping."""
+"""Check that a train state may be saved."""
 
 import functools
 
@@ -10,9 +10,9 @@ from xlstm_jax.common_types import PyTree
 
 @jax.jit
 def is_sound(params: PyTree, opt_state: PyTree) -> jax.Array:
-    """Tell whether all parameters are finite and nothing in the state of the optimizer is NaN.
+    """Return whether all parameters are finite and the state of the optimizer has no NaN.
 
-    Some optimizers begin with an infinite value, such as the lowest loss so far.
+    Infinity is allowed in the optimizer state: some optimizers start with an infinite lowest loss.
     """
     checks = [jnp.all(jnp.isfinite(x)) for x in _floats(params)] + [~jnp.any(jnp.isnan(x)) for x in _floats(opt_state)]
     return functools.reduce(jnp.logical_and, checks, jnp.bool_(True))

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: each is written as a whole or not at all, and holds all that a run needs to go on."""
+"""A folder of checkpoints: each is written atomically and has everything that a run needs to resume."""
 
 import concurrent.futures
 import contextlib
@@ -41,31 +41,31 @@ LOGGER = logging.getLogger(__name__)
 PREFIX = "checkpoint"
 MEBIBYTE = 2**20
 SMALLEST_SHARE = 0.8
-"""Of the bytes of a state, what a checkpoint takes at least: trained weights are hardly compressed."""
+"""The smallest expected ratio of the size of a checkpoint to that of its state: trained weights hardly compress."""
 
 
 class CheckpointNotFoundError(FileNotFoundError, ValueError):
-    """There is no checkpoint, or not the one that was asked for."""
+    """There is no checkpoint, or not the requested one."""
 
 
 class CheckpointNotWrittenError(RuntimeError):
-    """A checkpoint could not be written, such as on a full disk; earlier ones are as they were."""
+    """A checkpoint could not be written, for example on a full disk; earlier checkpoints are unaffected."""
 
 
 class CheckpointStore:
-    """The checkpoints of a run in a folder, `checkpoint_<step>` each.
+    """The checkpoints of a run in a folder, named `checkpoint_<step>`.
 
-    A checkpoint holds trees of arrays and documents by name: the parts of the train state, `metadata` with the configs,
-    `data` with where the data loaders stand, and `metrics`, which may come later. Arrays are stored without regard to
-    the mesh and to how a model runs its blocks, see `checkpoint.layout`. With several processes, all of them call all
-    methods. A store can be used again after `close`.
+    A checkpoint has trees of arrays and JSON documents by name: the parts of the train state, `metadata` with the
+    configs, `data` with the states of the data loaders, and `metrics`, which may be added later. The stored arrays
+    depend neither on the mesh nor on how a model runs its blocks, see `checkpoint.layout`. With several processes, all
+    of them have to call all methods. A store can be used again after `close`.
 
     Args:
         folder: The folder, local or on Google Cloud Storage (`gs://bucket/folder`).
         retention: Which checkpoints to keep.
-        use_async: Whether `save` returns once the arrays are copied, and writes them while training continues.
-        read_only: Whether to leave the folder as it is, as another process may be writing to it.
-        checksums: Whether to store checksums of all files with each checkpoint, and to verify what is read.
+        use_async: Whether `save` returns once the arrays are copied, and writes them in the background.
+        read_only: Whether to never change the folder, as another process may be writing to it.
+        checksums: Whether to store checksums of all files with each checkpoint, and to verify files that are read.
     """
 
     def __init__(
@@ -88,27 +88,27 @@ class CheckpointStore:
         self._last_number = 0
         self._unfinished: int | None = None
         self._saving: int | None = None
-        self._selected: tuple[int, Collection[str] | None] | None = None  # a step and the items that were verified
+        self._selected: tuple[int, Collection[str] | None] | None = None  # a step and its verified items
 
     def steps(self) -> list[int]:
-        """Return the steps of all whole checkpoints."""
+        """Return the steps of all complete checkpoints."""
         self.wait()
         return sorted(self._metrics)
 
     def has_any(self) -> bool:
-        """Tell whether there are checkpoints, even if all of them are corrupt."""
+        """Return whether there are checkpoints, even if all of them are corrupt."""
         return bool(self.steps() or quarantined(self.folder))
 
     def latest(self) -> int | None:
-        """Return the step of the checkpoint that was written last; `None` if there is none."""
+        """Return the step of the most recently written checkpoint; `None` if there is none."""
         self.wait()
         return next(reversed(self._metrics), None)
 
     def best(self) -> int | None:
         """Return the step of the best checkpoint; `None` if none has the monitored metric.
 
-        Without a metric of its own, a store goes by what the run monitored, as the last checkpoint with valid metadata
-        says. Where that is nothing, the last one is the best.
+        A store without a monitored metric uses that of the run, from the last checkpoint with valid metadata. If the
+        run monitored none either, the last checkpoint is the best.
         """
         retention, latest = self.retention, self.latest()
         if retention.monitor is None and latest is not None:
@@ -118,11 +118,11 @@ class CheckpointStore:
         return latest if retention.monitor is None else retention.best(self._metrics)
 
     def resolve(self, step: int = -1, *, best: bool = False) -> int:
-        """Return a step that has a checkpoint.
+        """Return the step of an existing checkpoint.
 
         Args:
-            step: The step; below 0, that of the checkpoint that was written last.
-            best: Whether to take that of the best checkpoint instead.
+            step: The step; below 0, that of the most recently written checkpoint.
+            best: Whether to return the step of the best checkpoint instead.
 
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint.
@@ -147,14 +147,14 @@ class CheckpointStore:
         return found
 
     def select(self, step: int = -1, *, best: bool = False, items: Collection[str] | None = None) -> int:
-        """Return the step of a checkpoint that is valid: the requested one, or else the newest.
+        """Return the step of a valid checkpoint: the requested or the newest one.
 
         Newer checkpoints that are corrupt are reported and renamed, unless the store is read-only.
 
         Args:
             step: The requested step; below 0, the newest valid one.
             best: Whether the best checkpoint is requested instead.
-            items: What is going to be read; everything that was saved by default.
+            items: The items that are going to be read; all saved items by default.
 
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint.
@@ -174,11 +174,11 @@ class CheckpointStore:
         return found
 
     def problem(self, step: int, items: Collection[str] | None = None) -> str | None:
-        """Read the files of a checkpoint and describe what is wrong first; `None` if it is valid.
+        """Read the files of a checkpoint and describe the first problem; `None` if it is valid.
 
         Args:
             step: The step.
-            items: The items to verify; everything that was saved by default.
+            items: The items to verify; all saved items by default.
         """
         return find_problem(self._existing(step), items, verify=self.checksums)
 
@@ -195,8 +195,8 @@ class CheckpointStore:
 
         Args:
             step: The step.
-            arrays: Trees of arrays by name, `params` among them. Those without arrays are left out.
-            documents: What to write as JSON by name, `metadata` among them.
+            arrays: Trees of arrays by name, including `params`. Trees without arrays are left out.
+            documents: Documents to write as JSON by name, including `metadata`.
         """
         assert not self.read_only
         self.wait()
@@ -235,20 +235,20 @@ class CheckpointStore:
             self.wait()
 
     def save_document(self, step: int, name: str, content: Mapping[str, Any]) -> None:
-        """Add a document to a checkpoint, or replace it there."""
+        """Add or replace a document of a checkpoint."""
         checkpoint = self._existing(step)
         if jax.process_index() == 0:
             replace_file(checkpoint, name, _file(checkpoint, name).name, json.dumps(content))
         _wait_for_all_processes(f"{name} of {checkpoint} is written")
 
     def save_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to a checkpoint, and drop checkpoints by what they say."""
+        """Add metrics to a checkpoint, and drop the checkpoints that the retention policy no longer keeps."""
         self.save_document(step, "metrics", metrics)
         self._metrics[step] = dict(metrics)
         self._drop_old()
 
     def read_metadata(self, step: int) -> dict[str, Any]:
-        """Read the configs of the run that wrote a checkpoint, and what else is said about it."""
+        """Read the metadata of a checkpoint, such as the configs of the run that wrote it."""
         metadata = self.read_document(step, "metadata")
         if metadata.get("version", VERSION) > VERSION:
             raise ValueError(
@@ -258,19 +258,19 @@ class CheckpointStore:
         return metadata
 
     def read_document(self, step: int, name: str) -> dict[str, Any]:
-        """Read a document; empty if the checkpoint has none of this name."""
+        """Read a document; empty if the checkpoint does not have it."""
         with self._reading(step):
             return self._read_document(self._existing(step), name)
 
     def restore(self, step: int, like: Mapping[str, PyTree], *, free: Collection[str] = ()) -> dict[str, PyTree]:
-        """Read arrays.
+        """Read trees of arrays onto any mesh.
 
         Args:
             step: The step of the checkpoint.
-            like: Live trees of the same shapes by name, `params` among them, from which come types, boxes, dtypes, and
-                shardings on any mesh. Instead of arrays they may hold `jax.ShapeDtypeStruct`; without a sharding, the
-                result is a NumPy array.
-            free: The names of the trees whose live arrays are deleted before reading, so that there is room.
+            like: Live trees of the same shapes by name, including `params`; they give the types, boxes, dtypes, and
+                shardings of the result. Leaves may be `jax.ShapeDtypeStruct`; without a sharding, the result is a NumPy
+                array.
+            free: The names of the trees whose live arrays are deleted before reading, to free their memory.
 
         Returns:
             The trees, with the values of the checkpoint.
@@ -296,11 +296,11 @@ class CheckpointStore:
         return {name: layout.from_canonical(stored[name], tree, stacks) for name, tree in targets.items()}
 
     def adopt(self) -> None:
-        """Take the checkpoints that are there for those of this run, which goes on with them: old ones are dropped."""
+        """Adopt existing checkpoints as this run's own, so that the retention policy applies to them."""
         self._own.update(self.steps())
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; then drop those that are not to be kept."""
+        """Wait until the last checkpoint is written; then drop the ones that the retention policy does not keep."""
         manager = self._manager()
         step, self._unfinished = self._unfinished, None
         if step is None:
@@ -315,7 +315,7 @@ class CheckpointStore:
         self._drop_old()
 
     def _check_room(self, step: int, arrays: Mapping[str, PyTree]) -> None:
-        """Raise before anything is written if the disk has no room; several processes may have disks of their own."""
+        """Raise before writing if the disk has too little free space; each process may have a disk of its own."""
         free = free_bytes(self.folder)
         needed = int(
             SMALLEST_SHARE * sum(leaf.nbytes for leaf in jax.tree.leaves(dict(arrays)) if hasattr(leaf, "nbytes"))
@@ -331,7 +331,7 @@ class CheckpointStore:
         )
 
     def close(self) -> None:
-        """Wait until all is written, and end the threads that write."""
+        """Wait until everything is written, and end the writer threads."""
         if self._opened is None:
             return
         try:
@@ -345,7 +345,7 @@ class CheckpointStore:
             options = ocp.CheckpointManagerOptions(
                 step_prefix=PREFIX,
                 create=not self.read_only,
-                # Orbax would clean up in a thread that a process which ends at once does not wait for.
+                # Orbax would clean up in a background thread, which a process that ends early does not wait for.
                 cleanup_tmp_directories=not self.read_only and is_remote(self.folder),
                 async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
                 save_root_metadata=False,
@@ -363,24 +363,24 @@ class CheckpointStore:
         return self._opened
 
     def _seal(self) -> None:
-        """Store the checksums of the checkpoint that is being written, before Orbax commits it."""
+        """Store the checksums of the current checkpoint before Orbax commits it."""
         if self.checksums and self._saving is not None and jax.process_index() == 0:
             temporary = self.folder.glob(f"{PREFIX}_{self._saving}{TEMPORARY_INFIX}*")
             seal(next(iter(temporary), self.path(self._saving)))
 
     def _load(self, steps: Sequence[int]) -> None:
-        """Read in which order checkpoints were written, and their metrics."""
+        """Read the metrics of checkpoints and the order in which they were written."""
         with concurrent.futures.ThreadPoolExecutor() as threads:
             metadata = list(threads.map(lambda step: self._peek(step, "metadata"), steps))
             metrics = list(threads.map(lambda step: self._peek(step, "metrics") or {}, steps))
-        # Without metadata a checkpoint is corrupt: as the newest one it is found to be so when one is selected.
+        # A checkpoint without metadata is corrupt. It counts as the newest, so that `select` finds the problem.
         numbers = [found.get("number", 0) if found else math.inf for found in metadata]
         in_order = sorted(zip(numbers, steps, metrics, strict=True), key=lambda found: found[:2])
         self._metrics = {step: found for _, step, found in in_order}
         self._last_number = max((int(number) for number in numbers if number < math.inf), default=0)
 
     def _peek(self, step: int, document: str) -> dict[str, Any] | None:
-        """Read a document; `None` if it is missing or corrupt, which is an error only where it is needed."""
+        """Read a document; `None` if it is missing or corrupt, which is an error only where the document is needed."""
         try:
             return self._read_document(self.path(step), document) or None
         except CorruptCheckpointError as error:
@@ -399,7 +399,7 @@ class CheckpointStore:
         return {} if content is None else json.loads(content)
 
     def _verify(self, step: int, items: Collection[str]) -> None:
-        """Raise an error if what is going to be read is corrupt, unless that was verified when it was selected."""
+        """Raise an error if items are corrupt, unless they were verified when the checkpoint was selected."""
         selected, verified = self._selected or (None, ())
         if selected == step and (verified is None or set(items) <= set(verified)):
             return
@@ -408,14 +408,14 @@ class CheckpointStore:
 
     @staticmethod
     def _agreed(problem: str | None) -> str | None:
-        """Return a problem that was found in any of the processes, so that all of them skip the same checkpoints."""
+        """Return a problem found in any process, so that all processes skip the same checkpoints."""
         if jax.process_count() == 1:
             return problem
         is_corrupt = multihost_utils.process_allgather(np.bool_(problem is not None)).any()
         return problem or ("another process cannot read it" if is_corrupt else None)
 
     def _set_aside(self, step: int) -> str:
-        """Do not list a corrupt checkpoint any more, and return what became of it."""
+        """Remove a corrupt checkpoint from the list, rename it unless read-only, and return a description of that."""
         del self._metrics[step]
         self._own.discard(step)
         if self.read_only:
@@ -456,7 +456,7 @@ class CheckpointStore:
 
 
 def _file(checkpoint: epath.Path, document: str) -> epath.Path:
-    """Return the file of a document, where Orbax has it too."""
+    """Return the path of the file of a document, the same as in Orbax."""
     return checkpoint / document / ("metrics" if document == "metrics" else "metadata")
 
 
@@ -466,7 +466,7 @@ def _wait_for_all_processes(reason: str) -> None:
 
 
 def _random_keys(targets: Mapping[str, PyTree]) -> dict[str, str]:
-    """Return the kinds of all random keys by name."""
+    """Return the kinds of all random keys, by their names."""
     named = layout.named_leaves(dict(targets))
     return {".".join(path): target.key_kind for path, target in named if target.key_kind is not None}
 
@@ -481,7 +481,7 @@ def _check_random_keys(checkpoint: epath.Path, stored: Mapping[str, str], wanted
 
 
 def _reason(error: Exception) -> str:
-    """Return in a line why a checkpoint could not be written; libraries say on several where in their code it was."""
+    """Return the error in one line, without the source locations that libraries add on further lines."""
     text = " ".join(str(error).split())
     full = os.strerror(errno.ENOSPC)
     return full if full in text else text

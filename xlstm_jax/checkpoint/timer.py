@@ -1,4 +1,4 @@
-"""When a checkpoint is due by time, in all processes at the same step."""
+"""Timer for checkpoints at intervals of time, at the same step in all processes."""
 
 import time
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from jax.experimental import multihost_utils
 
 
 class CheckpointTimer:
-    """Tells when the last checkpoint is too old.
+    """Determines when the last checkpoint is too old.
 
-    Processes have to save after the same step, so they go by the clock of the first one. They ask for it only at steps
-    that they agree on: each time, half as many steps ahead as are expected to fit into the time that is left.
+    All processes have to save after the same step, so they use the clock of the first one. They read it only at steps
+    that all agree on: the next read is after half the steps that are expected to fit into the remaining time.
 
     Args:
-        minutes: How old a checkpoint may be; `None` for any age.
-        now: Tells the time in seconds.
+        minutes: The maximum age of a checkpoint; `None` for no limit.
+        now: Returns the time in seconds.
     """
 
     def __init__(self, minutes: float | None, now: Callable[[], float] = time.monotonic):
@@ -26,11 +26,11 @@ class CheckpointTimer:
         self._next_check = 0
 
     def restart(self) -> None:
-        """Count from now on."""
+        """Start the interval now."""
         self._last_save = self._now()
 
     def is_due(self, step: int) -> bool:
-        """Tell whether to save after a step, which has to be above those that were asked about before."""
+        """Return whether to save after a step; steps have to increase from call to call."""
         if self._limit is None or step < self._next_check:
             return False
         now = self._now()
@@ -41,7 +41,7 @@ class CheckpointTimer:
         return bool(is_due)
 
     def _steps_in(self, seconds: float, step: int, now: float) -> int:
-        """Estimate how many steps fit into a time, by how long those since the last check took."""
+        """Estimate the number of steps in a time span, from the duration of the steps since the last check."""
         if self._last_check is None or step <= self._last_check[0]:
             return 0
         seconds_per_step = max((now - self._last_check[1]) / (step - self._last_check[0]), 1e-6)

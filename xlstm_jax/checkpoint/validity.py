@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, and what was written."""
+"""Check that a checkpoint is complete and unchanged."""
 
 import json
 import logging
@@ -13,13 +13,13 @@ LOGGER = logging.getLogger(__name__)
 
 
 def find_problem(checkpoint: epath.Path, items: Collection[str] | None = None, *, verify: bool = True) -> str | None:
-    """Describe what is wrong with a checkpoint first; `None` if nothing is.
+    """Describe the first problem of a checkpoint; `None` if there is none.
 
     Args:
         checkpoint: The folder of the checkpoint.
-        items: The items that matter; everything that was saved by default.
-        verify: Whether to compare files with their checksums, where there are any. Otherwise only missing items are
-            found.
+        items: The items to check; all saved items by default.
+        verify: Whether to compare files with their checksums, if there are any. Otherwise only missing items are
+            detected.
     """
     try:
         checksums = Checksums.read(checkpoint)
@@ -44,7 +44,7 @@ def find_problem(checkpoint: epath.Path, items: Collection[str] | None = None, *
 
 
 def required_items(metadata: Mapping[str, Any]) -> set[str]:
-    """Return what a checkpoint that does not list its items must have, from the config of the run that wrote it."""
+    """Return the required items of a checkpoint that does not list its items, from the config of the run."""
     if "trainer" not in metadata:
         return {"params"}
     parts = {"opt_state": "save_optimizer_state", "data": "save_dataloader_state"}
