@@ -1,1 +1,1 @@
-"""Our names and theirs: parameters and configs of public implementations, both ways."""
+"""Conversion of parameters and configs from and to public implementations."""

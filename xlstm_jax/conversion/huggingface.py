@@ -1,4 +1,4 @@
-"""What the configs of Hugging Face models have in common: required sizes, synonyms, values that are not converted."""
+"""Checks that all conversions of Hugging Face configs share: required sizes, synonyms, unsupported values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,15 +7,15 @@ from xlstm_jax.configs import ConfigError
 
 
 def check_config(config: Mapping[str, Any], model_type: str, sizes: Sequence[str]) -> None:
-    """Raise unless a config is of a model type and has its sizes.
+    """Raise unless a config has the given model type and all sizes.
 
-    Other fields may be missing and then have the defaults of `transformers`; sizes that are missing would be those of
-    some large model.
+    Other fields may be missing and then have the defaults of `transformers`; the defaults of sizes are those of some
+    large model.
 
     Args:
         config: The fields of a `config.json`.
-        model_type: What its `model_type` must be, if it has one.
-        sizes: The fields that it must have; several names for one field are divided by `/`.
+        model_type: The required `model_type`, if the config has one.
+        sizes: The required fields; several names of one field are separated by `/`.
     """
     found = config.get("model_type", model_type)
     if found != model_type:
@@ -26,7 +26,7 @@ def check_config(config: Mapping[str, Any], model_type: str, sizes: Sequence[str
 
 
 def check_values(config: Mapping[str, Any], needed: Mapping[str, Any]) -> None:
-    """Raise unless fields, where a config has them, have the only value that is converted."""
+    """Raise unless the fields that a config has are set to the only supported value."""
     for name, possible in needed.items():
         given = config.get(name, possible)
         if given != possible:
@@ -34,7 +34,7 @@ def check_values(config: Mapping[str, Any], needed: Mapping[str, Any]) -> None:
 
 
 def same_of(config: Mapping[str, Any], names: str) -> Any:
-    """Return the value that a config gives under several names for one thing, divided by `/`."""
+    """Return the value of a field with several names, separated by `/`."""
     values = {name: config[name] for name in names.split("/") if config.get(name) is not None}
     if len(set(values.values())) > 1:
         given = " and ".join(f"{name} {value!r}" for name, value in values.items())

@@ -1,4 +1,4 @@
-"""The Llama of Hugging Face `transformers`."""
+"""Conversion of the Llama of Hugging Face `transformers`."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 
 def config_from_huggingface(config: dict[str, Any], **changes: Any) -> LlamaConfig:
-    """Turn the `config.json` of a Hugging Face Llama into our config.
+    """Convert the `config.json` of a Hugging Face Llama to our config.
 
     Args:
         config: The fields of the file.
-        **changes: Fields of ours to set, such as `dtype` or `max_state_length`.
+        **changes: Fields of our config to set, such as `dtype` or `max_state_length`.
 
     Returns:
         The config.
     """
     check_config(config, "llama", _SIZES)
-    # Files from before transformers 5 have the base and the scaling of rotary positions in two fields.
+    # Before transformers 5, the base and the scaling of the rotary embedding were two separate fields.
     rotary = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta", 10000.0),
         **(config.get("rope_scaling") or {}),
@@ -83,7 +83,7 @@ def huggingface_rules(config: LlamaConfig) -> list[Rule]:
 
 
 def neighbouring_pairs(head_dim: int) -> Transform:
-    """Reorder the rows of each head: their feature `i` turns with `i + head_dim / 2`, our `2i` with `2i + 1`."""
+    """Reorder the rows of each head: theirs rotates feature `i` with `i + head_dim / 2`, ours `2i` with `2i + 1`."""
 
     def swapped(x: Any, *shape: int) -> Any:
         return x.reshape(-1, *shape, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)

@@ -1,7 +1,7 @@
 """Rules that rename and reshape parameters, both ways.
 
-A rule says which entries of a foreign state dict, named like `blocks.{i}.q.weight`, make up which parameters of ours,
-named like `block_{i}.mlstm.q.kernel`, and how. The ways there and back are inverse to each other, and differentiable.
+A rule maps an entry of a foreign state dict, named like `blocks.{i}.q.weight`, to one or several of our parameters,
+named like `block_{i}.mlstm.q.kernel`. Both directions are differentiable, and inverse to each other.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ Arrays = list[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-    """How one foreign array becomes one or several of ours, and back."""
+    """A conversion of one foreign array to one or several of ours, and its inverse."""
 
     to_ours: Callable[[Any], Arrays]
     to_theirs: Callable[[Arrays], Any]
@@ -27,16 +27,16 @@ class Transform:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One foreign name, the names of ours that it holds, and how."""
+    """A foreign name, the names of our parameters that it contains, and the conversion between them."""
 
     theirs: str
     ours: tuple[str, ...]
     transform: Transform
     repeats: str | None = None
-    """The foreign name that this one repeats: it holds nothing of its own, may be missing, and is not written."""
+    """The foreign name of which this one is a copy, as with tied weights: it may be missing, and is not written."""
 
     def at(self, block: int | None) -> "Rule":
-        """Fill in the number of a block."""
+        """Insert the index of a block into the names."""
         ours = tuple(name.format(i=block) for name in self.ours)
         return dataclasses.replace(self, theirs=self.theirs.format(i=block), ours=ours)
 
@@ -45,7 +45,7 @@ COPY = Transform(lambda x: [x], lambda xs: xs[0])
 LINEAR = Transform(lambda x: [x.T], lambda xs: xs[0].T)
 """A weight `[out, in]`, ours `[in, out]`."""
 PLUS_ONE = Transform(lambda x: [x + 1], lambda xs: xs[0] - 1)
-"""A scale that is stored as its difference from one."""
+"""A scale that the foreign model stores as its difference from one."""
 BLOCK_DIAGONAL = Transform(lambda x: [x.swapaxes(1, 2)], lambda xs: xs[0].swapaxes(1, 2))
 """Blocks `[block, out, in]`, ours `[block, in, out]`."""
 DEPTHWISE = Transform(lambda x: [x[:, 0].T], lambda xs: xs[0].T[:, None])
@@ -53,7 +53,7 @@ DEPTHWISE = Transform(lambda x: [x[:, 0].T], lambda xs: xs[0].T[:, None])
 TWO_LINEAR = Transform(
     lambda x: [x[: len(x) // 2].T, x[len(x) // 2 :].T], lambda xs: jnp.concatenate([x.T for x in xs], axis=0)
 )
-"""Two weights `[out, in]` under each other."""
+"""Two weights `[out, in]`, concatenated along the outputs."""
 
 
 def rename(name: str, ours: str, transform: Transform = COPY) -> Rule:
@@ -62,17 +62,17 @@ def rename(name: str, ours: str, transform: Transform = COPY) -> Rule:
 
 
 def lm_head(embedding: str, is_tied: bool) -> Rule:
-    """Create the rule for the projection to the vocabulary, which repeats the embedding if weights are tied."""
+    """Create the rule for the projection to the vocabulary, which is a copy of the embedding if weights are tied."""
     name = "lm_head.weight"
     return Rule(name, (), COPY, embedding) if is_tied else rename(name, "lm_head.out_dense.kernel", LINEAR)
 
 
 def to_ours(state_dict: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, Any]:
-    """Turn a foreign state dict into parameters in the canonical layout.
+    """Convert a foreign state dict to parameters in the canonical layout.
 
     Args:
         state_dict: The foreign parameters by name.
-        rules: The rules; each foreign name must have one, and arrays that repeat another one must equal it.
+        rules: The rules; each foreign name must have one, and copies of another array must be equal to it.
 
     Returns:
         Our parameters as nested dictionaries.
@@ -99,7 +99,7 @@ def to_ours(state_dict: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, A
 
 
 def to_theirs(params: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, Any]:
-    """Turn parameters in the canonical layout into a foreign state dict; the inverse of `to_ours`.
+    """Convert parameters in the canonical layout to a foreign state dict; the inverse of `to_ours`.
 
     Args:
         params: Our parameters as nested dictionaries.

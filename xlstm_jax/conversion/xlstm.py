@@ -1,4 +1,4 @@
-"""The xLSTM of Hugging Face `transformers`, and the paper's models of the package `xlstm`."""
+"""Conversion of the xLSTM of Hugging Face `transformers`, and of the paper's models in the package `xlstm`."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from xlstm_jax.conversion.rules import (
 from xlstm_jax.models.xlstm.config import XLSTMConfig
 
 _OF_HUGGINGFACE = {"use_bias": False, "qk_norm": False, "post_norm": False, "input_gate": "exp", "norm": "rmsnorm"}
-"""What is not to be chosen in their model, by our names."""
+"""Settings that are fixed in the Hugging Face model, by our names."""
 _OF_PAPER = {
     "norm": "layernorm",
     "paper_norm": "layernorm",
@@ -27,7 +27,7 @@ _OF_PAPER = {
     "up_gate_soft_cap": None,
     "logits_soft_cap": None,
 }
-"""The same of the paper's models."""
+"""Settings that are fixed in the paper's models, by our names."""
 _HIDDEN_SIZE, _NUM_LAYERS = "hidden_size/embedding_dim", "num_hidden_layers/num_blocks"
 """Fields with two names; files of the package `xlstm` have only the second."""
 _DEFAULTS = {
@@ -43,7 +43,7 @@ _DEFAULTS = {
     "output_logit_soft_cap": 30.0,
     "chunk_size": 64,
 }
-"""Their values where a file does not have them."""
+"""Defaults of fields that a file may omit."""
 _CONVERTED = {
     "weight_mode": "single",
     "add_out_norm": True,
@@ -51,15 +51,15 @@ _CONVERTED = {
     "add_post_norm": False,
     "add_post_blocks_norm": True,
 }
-"""The only values of these fields that are converted; the last three are in files of the published models."""
+"""The only supported values of these fields; the last three occur in files of the published models."""
 
 
 def config_from_huggingface(config: dict[str, Any], **changes: Any) -> XLSTMConfig:
-    """Turn the `config.json` of a Hugging Face xLSTM into our config.
+    """Convert the `config.json` of a Hugging Face xLSTM to our config.
 
     Args:
         config: The fields of the file.
-        **changes: Fields of ours to set, such as `dtype` or `parallel`.
+        **changes: Fields of our config to set, such as `dtype` or `parallel`.
 
     Returns:
         The config.
@@ -70,7 +70,7 @@ def config_from_huggingface(config: dict[str, Any], **changes: Any) -> XLSTMConf
     _refuse_sigmoid_gates(config)
     hidden = same_of(config, _HIDDEN_SIZE)
     multiple = config["ffn_round_up_to_multiple_of"]
-    # They add before they divide a float, so a width just above a multiple is rounded down.
+    # As in `transformers`, the sum is a float: a width less than one above a multiple is rounded down.
     ffn_dim = int((hidden * config["ffn_proj_factor"] + multiple - 1) // multiple * multiple)
     fields = {
         "vocab_size": config["vocab_size"],
@@ -104,7 +104,7 @@ def _refuse_sigmoid_gates(config: dict[str, Any]) -> None:
 def huggingface_rules(config: XLSTMConfig) -> list[Rule]:
     """Return the rules for the state dict of `xLSTMForCausalLM` without fused weights and without biases.
 
-    A config of ours that computes what their model cannot is refused.
+    A config with settings that their model does not support raises an error.
     """
     _refuse_what_they_lack(config, _OF_HUGGINGFACE, "the xLSTM of Hugging Face")
     if set(config.kinds) != {"mlstm"}:
@@ -152,11 +152,11 @@ def _refuse_what_they_lack(config: XLSTMConfig, fixed: dict[str, Any], model: st
 
 
 def config_from_paper(config: dict[str, Any], **changes: Any) -> XLSTMConfig:
-    """Turn the config of the package's `xLSTMLMModel` into ours.
+    """Convert the config of the package's `xLSTMLMModel` to ours.
 
     Args:
         config: The fields of their config, with `_block_map` as the package completes it.
-        **changes: Fields of ours to set.
+        **changes: Fields of our config to set.
 
     Returns:
         The config.
@@ -187,7 +187,7 @@ def config_from_paper(config: dict[str, Any], **changes: Any) -> XLSTMConfig:
 
 
 def _shared_field(layers: dict[str, dict[str, Any]], name: str) -> int:
-    """Return what the layers of all kinds of blocks have in common."""
+    """Return the value of a field that must be the same in the layers of all kinds of blocks."""
     values = {kind: layer[name] for kind, layer in layers.items()}
     if len(set(values.values())) > 1:
         found = " and ".join(f"{value} in {kind}" for kind, value in values.items())
@@ -198,7 +198,7 @@ def _shared_field(layers: dict[str, dict[str, Any]], name: str) -> int:
 def paper_rules(config: XLSTMConfig) -> list[Rule]:
     """Return the rules for the state dict of `xLSTMLMModel` with the vanilla sLSTM cell.
 
-    A config of ours that computes what their model cannot is refused.
+    A config with settings that their model does not support raises an error.
     """
     _refuse_what_they_lack(config, _OF_PAPER, "the xLSTM of the paper")
     rules_of = {"mlstm_up": _paper_mlstm_rules, "slstm": _paper_slstm_rules}
@@ -246,7 +246,7 @@ def _paper_slstm_rules(config: XLSTMConfig) -> list[Rule]:
     bias = Transform(
         lambda x: [x.reshape(4, num_heads, -1).swapaxes(0, 1)], lambda xs: xs[0].swapaxes(0, 1).reshape(-1)
     )
-    # What they call the forget gate feeds the input gate, and the other way round.
+    # In their code, the names of forget gate and input gate are swapped.
     gates = (("fgate", "igate"), ("igate", "fgate"), ("zgate", "zgate"), ("ogate", "ogate"))
     return [
         rename(_THEIRS + "xlstm_norm.weight", _OURS + "norm_slstm.scale", PLUS_ONE),
