@@ -1,4 +1,4 @@
-"""What all models share."""
+"""Layers and helpers that all models share."""
 
 from xlstm_jax.models.shared.init import (
     InitDistribution,

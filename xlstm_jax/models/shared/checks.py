@@ -15,7 +15,7 @@ from xlstm_jax.distributed.array_utils import axis_size
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 
 MODULE_NAMES = ("Embed", "Block", "LMHead")
-"""The parts of a model that `fsdp_modules` and `remat` of a `ParallelConfig` can name."""
+"""The valid module names in `fsdp_modules` and `remat` of a `ParallelConfig`."""
 
 
 def check_dtypes(config: Any, names: tuple[str, ...]) -> None:
@@ -31,13 +31,13 @@ def check_dtypes(config: Any, names: tuple[str, ...]) -> None:
 
 
 def check_float8(config: Any) -> None:
-    """Raise if the dtype of activations does not have the range that float8 needs."""
+    """Raise if the dtype of activations lacks the range that float8 needs."""
     if config.float8 and config.dtype not in ("bfloat16", "float32"):
         raise ConfigError(f"float8 needs the range of bfloat16, but dtype is {config.dtype}: set dtype to bfloat16.")
 
 
 def check_literals(config: Any) -> None:
-    """Raise if the value of a field is none of its choices."""
+    """Raise if the value of a field is not one of its choices."""
     for field in dataclasses.fields(config):
         options, value = typing.get_args(field.type), getattr(config, field.name)
         if typing.get_origin(field.type) is Literal and value not in options:
@@ -45,7 +45,7 @@ def check_literals(config: Any) -> None:
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
-    """Raise if models would ignore a setting."""
+    """Raise if a setting has no effect on models."""
     for field in ("fsdp_modules", "remat"):
         unknown = [name for name in getattr(parallel, field) if name not in MODULE_NAMES]
         if unknown:
@@ -60,7 +60,7 @@ def check_parallel(parallel: ParallelConfig) -> None:
 
 
 def check_heads(num_heads: int, parallel: ParallelConfig) -> None:
-    """Raise unless the devices of the model axis can share all heads evenly."""
+    """Raise unless the number of heads is divisible by the size of the model axis."""
     num_devices = axis_size(parallel.model_axis_name)
     if num_heads % num_devices:
         raise ConfigError(
@@ -70,7 +70,7 @@ def check_heads(num_heads: int, parallel: ParallelConfig) -> None:
 
 
 def check_tokens(tokens: jax.Array | np.ndarray, **same_shape: jax.Array | np.ndarray | None) -> None:
-    """Raise unless tokens are `[batch, length]`, at least one, and each further array that is given has their shape."""
+    """Raise unless tokens are `[batch, length]`, not empty, and each further given array has the same shape."""
     for name, x in {"tokens": tokens, "targets": same_shape.get("targets")}.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}, but must hold integers: convert it to int32.")
@@ -82,7 +82,7 @@ def check_tokens(tokens: jax.Array | np.ndarray, **same_shape: jax.Array | np.nd
 
 
 def check_state(state: PyTree, expected: PyTree) -> PyTree:
-    """Return a state, or raise if it is that of another model or of another number of rows."""
+    """Return a state, or raise if it belongs to another model or has another number of rows."""
     describe = functools.partial(jax.tree.map, lambda x: f"{x.dtype}{list(x.shape)}")
     if jax.tree.structure(state) != jax.tree.structure(expected) or describe(state) != describe(expected):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over the sequence, with the last inputs as its state."""
+"""Causal depthwise convolution over the sequence; its state is the last inputs."""
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -10,7 +10,7 @@ from xlstm_jax.distributed.dense import SplitModule
 
 
 class CausalConv(SplitModule):
-    """Each channel is a weighted sum of its own last inputs; channels may be split over a mesh axis.
+    """Causal depthwise convolution; channels may be sharded over a mesh axis.
 
     Attributes:
         kernel_size: The number of inputs that an output depends on, including its own.
@@ -28,7 +28,7 @@ class CausalConv(SplitModule):
     def __call__(
         self, x: Float[Array, "b s c"], state: Float[Array, "b t c"], resets: Bool[Array, "b s"] | None
     ) -> tuple[Float[Array, "b s c"], Float[Array, "b t c"]]:
-        """Return the outputs and the last inputs; outputs do not depend on earlier documents."""
+        """Return the outputs, which do not depend on earlier documents, and the last inputs."""
         num_channels = x.shape[-1] * axis_size(self.axis_name)
         kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=0, out_axis=())
         kernel = self.split_param(

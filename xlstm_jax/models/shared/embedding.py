@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 
 class Embedding(nn.Module):
-    """The table itself: models look up rows in it, and with tied weights multiply by it.
+    """The embedding table: models look up its rows, and with tied weights also multiply by its transpose.
 
     Attributes:
         vocab_size: The number of tokens.
@@ -27,4 +27,4 @@ class Embedding(nn.Module):
     def __call__(self) -> jax.Array:
         """Return the table, `[vocab_size, features]`."""
         table = self.param("embedding", self.init_fn, (self.vocab_size, self.features), self.param_dtype)
-        return jnp.asarray(table)  # a table of NumPy cannot be indexed with traced tokens
+        return jnp.asarray(table)  # a NumPy array cannot be indexed with traced tokens

@@ -12,7 +12,7 @@ from xlstm_jax.models.shared.projections import project
 
 
 class GatedFeedForward(nn.Module):
-    """`down(activation(gate(x)) * up(x))`, the hidden features split over the model axis.
+    """`down(activation(gate(x)) * up(x))`, with hidden features sharded over the model axis.
 
     Attributes:
         hidden_dim: The number of hidden features.
@@ -38,7 +38,7 @@ class GatedFeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Transform whole features."""
+        """Apply the layer to unsharded features."""
         common = {
             "axis_name": self.axis_name,
             "use_bias": self.use_bias,

@@ -10,7 +10,7 @@ InitDistribution = Literal["normal", "truncated_normal", "uniform"]
 InitFnName = Literal["small", "wang", "wang2", "zeros"]
 
 TRUNCATED_STDDEV = 0.87962566103423978
-"""Standard deviation of a standard normal distribution that is cut off at two deviations."""
+"""Standard deviation of a standard normal distribution truncated at two standard deviations."""
 
 
 def small_init(dim: int, distribution: InitDistribution = "normal") -> Initializer:
@@ -26,7 +26,7 @@ def wang_init(dim: int, num_blocks: int, distribution: InitDistribution = "norma
 def create_common_init_fn(
     fn_name: InitFnName, dim: int, num_blocks: int, distribution: InitDistribution = "normal"
 ) -> Initializer:
-    """Return the initialiser of a name; `wang2` counts two residual branches in each block."""
+    """Return the initialiser with the given name; `wang2` counts two residual branches in each block."""
     match fn_name:
         case "small":
             return small_init(dim, distribution)
@@ -41,7 +41,7 @@ def create_common_init_fn(
 
 
 def uniform_init(min_val: float, max_val: float) -> Initializer:
-    """Return an initialiser that draws evenly between two values."""
+    """Return an initialiser that draws from a uniform distribution."""
     spread = nn.initializers.uniform(max_val - min_val)
     return lambda key, shape, dtype=None, out_sharding=None: spread(key, shape, dtype, out_sharding) + min_val
 

@@ -1,4 +1,4 @@
-"""From hidden states to logits, and to the losses of targets without ever holding all logits."""
+"""The language-model head: logits of hidden states, and losses of targets without materialising all logits."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from xlstm_jax.models.shared.utils import soft_cap_logits
 
 
 class LMHead(nn.Module):
-    """Norm, projection to the vocabulary and soft cap; the vocabulary is split over the model axis.
+    """Norm, projection to the vocabulary and soft cap; the vocabulary is sharded over the model axis.
 
     Attributes:
         vocab_size: The number of tokens.
@@ -32,8 +32,8 @@ class LMHead(nn.Module):
         logits_soft_cap: Squash logits into (-cap, cap); `None` leaves them as they are.
         dtype: Precision of the projection; logits are float32.
         param_dtype: Precision of the parameters.
-        tokens_per_chunk: How many tokens the losses treat at once.
-        keep_logits: Whether losses keep all logits for their gradients.
+        tokens_per_chunk: The number of tokens whose losses are computed at once.
+        keep_logits: Whether all logits are saved for the backward pass.
     """
 
     vocab_size: int
@@ -53,14 +53,14 @@ class LMHead(nn.Module):
         """Compute logits, or the losses of targets.
 
         Args:
-            x: Hidden states, whole on each device of the axis.
-            targets: The target of each position; logits are returned if there are none.
+            x: Hidden states, replicated over the model axis.
+            targets: The target of each position; without targets, logits are returned.
             embedding: The embedding `[vocab, features]` whose transpose is the projection, if weights are tied.
 
         Returns:
-            The logits of the whole vocabulary; or for each position the cross-entropy of its target, and whether it has
-            the largest logit, the first one if several are equal. The loss of a target outside the vocabulary is NaN,
-            with gradients of 0 if the loss is masked.
+            The logits of the whole vocabulary; or for each position the cross-entropy of its target, and whether the
+            target has the largest logit, the first one if several are equal. The loss of a target outside the
+            vocabulary is NaN, with gradients of 0 if the loss is masked.
         """
         x = self.norm_fn(name="out_norm")(x).astype(self.dtype)
         if embedding is None:
@@ -81,7 +81,7 @@ class LMHead(nn.Module):
 
 
 class _Options(NamedTuple):
-    """How logits are computed."""
+    """Options for computing logits."""
 
     dtype: jnp.dtype
     cap: float | None
@@ -92,8 +92,8 @@ class _Options(NamedTuple):
 def _losses(
     x: jax.Array, kernel: jax.Array, targets: jax.Array, axis_name: str, options: _Options, keep_logits: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute for each token the cross-entropy of its target, and whether that has the largest logit."""
-    del keep_logits  # for gradients, of which there are none here
+    """Compute for each token the cross-entropy of its target, and whether the target has the largest logit."""
+    del keep_logits  # only used in the backward pass
     results, _ = _losses_forward(x, kernel, targets, axis_name, options, keep_logits=False)
     return results
 
@@ -116,7 +116,7 @@ def _losses_forward(x, kernel, targets, axis_name, options, keep_logits):
 def _losses_backward(axis_name, options, keep_logits, residuals, cotangents):
     del keep_logits
     dlosses = cotangents[0]
-    if axis_size(axis_name) > 1:  # as every device computed all losses
+    if axis_size(axis_name) > 1:  # every device has computed all losses
         dlosses = lax.psum(dlosses, axis_name)
     x, kernel, own_targets, log_totals, kept = residuals
     dx, dkernel = cross_entropy.gradients(x, kernel, own_targets, log_totals, dlosses, kept, **options._asdict())
@@ -127,7 +127,7 @@ _losses.defvjp(_losses_forward, _losses_backward)
 
 
 class TPLMHead(nn.Module):
-    """Language-model head in which each device of the model axis takes a part of the sequence.
+    """Language-model head whose sequence is sharded over the model axis.
 
     Attributes:
         parallel: Names the mesh axes.
@@ -147,7 +147,7 @@ class TPLMHead(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the logits of this device's part of the sequence, from its part of the features."""
+        """Return the logits of this device's shard of the sequence, from its shard of the features."""
         axis_name = self.parallel.model_axis_name
         x = gather_whole(x, (None,) * (x.ndim - 1) + (axis_name,))
         x = split_array_over_mesh(x, axis_name, split_axis=1)

@@ -1,4 +1,4 @@
-"""Norms, with statistics in float32 at any precision of their inputs."""
+"""Norms, with statistics in float32 whatever the precision of the inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Subtract the mean of features, divide them by their deviation, and scale them.
+    """Subtract the mean of features, divide by their standard deviation, and scale them.
 
     Attributes:
         eps: Added to the variance.
@@ -63,7 +63,7 @@ def create_norm(norm: str, eps: float, param_dtype: DTypeLike, name: str | None 
 
 
 class MultiHeadNorm(SplitModule):
-    """A norm over the features of each head; heads may be split over a mesh axis.
+    """A norm over the features of each head; heads may be sharded over a mesh axis.
 
     Attributes:
         axis_name: The mesh axis.

@@ -40,7 +40,7 @@ class TransposedDense(ColumnDense):
     """
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return this device's outputs for whole inputs."""
+        """Return this device's outputs for unsharded inputs."""
         if x.shape[-2] > 1:
             return super().__call__(x)
         kernel, bias = self.own_params(x.shape[-1])
@@ -49,7 +49,7 @@ class TransposedDense(ColumnDense):
 
     @nn.compact
     def own_params(self, num_inputs: int) -> tuple[jax.Array, jax.Array | None]:
-        """Return this device's part of the kernel, and of the bias if there is one."""
+        """Return this device's shard of the kernel, and of the bias if there is one."""
 
         def own(name: str, shape: tuple[int, ...]) -> jax.Array:
             return self.split_param(name, nn.initializers.zeros, shape, self.param_dtype, 0, self.axis_name)
@@ -63,7 +63,7 @@ def project(module: nn.Module, x: jax.Array, layers: Mapping[str, Mapping[str, A
     Args:
         module: The module.
         x: The input.
-        layers: For the name of each layer, its `features` and other arguments of its own.
+        layers: For each layer by name, its `features` and other arguments.
         **common: Further arguments of each `ColumnDense`.
 
     Returns:

@@ -1,8 +1,8 @@
 """A stack of blocks: scanned or unrolled, rematerialised, sharded, with the same parameters either way.
 
 A block is a module `block(x, state, context) -> (x, state)`. Block `i` draws its parameters from the key folded with
-`i`. Blocks that repeat a pattern are scanned over its repetitions: their parameters lie under `block`, stacked along a
-first axis (for a pattern of several kinds, one entry for each place in it). Otherwise block `i` is `block_<i>`.
+`i`. Blocks that repeat a pattern are scanned over its repetitions: their parameters are stored under `block`, stacked
+along a first axis (for a pattern of several kinds, one entry for each place in it). Otherwise block `i` is `block_<i>`.
 """
 
 import dataclasses
@@ -42,10 +42,10 @@ REMAT_POLICIES: dict[str, Callable] = {
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What all blocks need to know about a batch."""
+    """The properties of a batch that all blocks depend on."""
 
     document_borders: jax.Array | None = None
-    """Where documents begin; the states of recurrent layers are reset there."""
+    """The positions at which documents start; the states of recurrent layers are reset there."""
     positions: jax.Array | None = None
     """The position of each token in its document."""
     train: bool = False
@@ -90,7 +90,7 @@ class BlockStack(nn.Module):
         Args:
             x: The inputs of the first block.
             states: The states of all blocks as returned by the last call or by `init_states`; `None` is an empty state.
-            context: What blocks need to know about the batch.
+            context: The properties of the batch.
 
         Returns:
             The outputs of the last block, and the states of all blocks if the context keeps them. Scanned blocks all
@@ -215,7 +215,7 @@ def init_states(kinds: Sequence[str], scan: bool, init_state: Callable[[str], Py
 
 
 def is_scanned(kinds: Sequence[str], scan: bool) -> bool:
-    """Tell whether blocks are scanned: `scan` is on and a pattern repeats."""
+    """Return whether blocks are scanned: `scan` is on and a pattern repeats."""
     return scan and len(period(kinds)) < len(kinds)
 
 

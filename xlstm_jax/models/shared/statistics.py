@@ -10,14 +10,14 @@ COLLECTION = "intermediates"
 
 
 def sow_spread(module: nn.Module, **arrays: jax.Array) -> None:
-    """Sow the deviation of each array as `<name>_std`, and its largest magnitude as `<name>_abs_max`."""
+    """Sow the standard deviation of each array as `<name>_std`, and its largest magnitude as `<name>_abs_max`."""
     for name, x in arrays.items():
         _sow(module, f"{name}_std", jnp.std, x)
         _sow(module, f"{name}_abs_max", lambda x: jnp.max(jnp.abs(x)), x)
 
 
 def sow_mean(module: nn.Module, **arrays: jax.Array) -> None:
-    """Sow the mean of each array under the name given."""
+    """Sow the mean of each array under its name."""
     for name, x in arrays.items():
         _sow(module, name, jnp.mean, x)
 

@@ -1,4 +1,4 @@
-"""Wrap modules for FSDP and rematerialisation, cap logits, add to a residual stream."""
+"""Wrappers for FSDP and rematerialisation, and helpers for logits and the residual stream."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ __all__ = ["add_branch", "prepare_module", "soft_cap_logits"]
 def prepare_module(
     layer: Callable[..., nn.Module], layer_name: str, config: ParallelConfig | None
 ) -> Callable[..., nn.Module]:
-    """Wrap a module class as a config says: sharded over the FSDP axis, recomputed in the backward pass.
+    """Wrap a module class for FSDP sharding and rematerialisation, if the config lists its name.
 
     Args:
         layer: The module class, or a `functools.partial` of one.
