@@ -1,4 +1,4 @@
-"""Where arrays live: meshes, parameters and gradients over devices, accumulation on one device."""
+"""Distribution over devices: meshes, sharded parameters and gradients, and gradient accumulation."""
 
 from xlstm_jax.distributed.array_utils import fold_rng_over_axis, split_array_over_mesh
 from xlstm_jax.distributed.data_parallel import shard_module_params, sync_gradients

@@ -1,4 +1,4 @@
-"""Arrays and a mesh: this device's part of an array, the whole from the parts, one random key per device."""
+"""Operations on sharded arrays: slicing the local shard, gathering, and random keys per device."""
 
 import functools
 import math
@@ -21,13 +21,13 @@ from xlstm_jax.utils.partitioned import (
 
 
 class UnknownAxisError(NameError, ValueError):
-    """An axis name that the surrounding mesh does not have; a `NameError`, as JAX raises for unbound axes."""
+    """The surrounding mesh has no axis of this name; a `NameError`, as JAX raises for unbound axes."""
 
 
 def axis_size(axis_name: AxisName) -> int:
     """Return the number of devices along a mesh axis, 1 outside of any mesh.
 
-    A layer that asks this runs unchanged outside a mesh: there every axis has one device.
+    So a layer that calls this also runs outside of a mesh, as if each axis had one device.
 
     Raises:
         UnknownAxisError: The surrounding mesh has other axes, but not this one.
@@ -53,7 +53,7 @@ def check_axis(axis_name: AxisName) -> None:
 
 
 def is_in_mesh() -> bool:
-    """Tell whether mesh axes are bound here: whether this is a device's program, or code outside of any mesh."""
+    """Return whether mesh axes are bound, as inside `jax.shard_map`."""
     return bool(bound_axis_names())
 
 
@@ -101,23 +101,23 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisName, split_axis: int) ->
 
 
 def slice_computed_whole(x: jax.Array, axis_name: AxisName, split_axis: int) -> jax.Array:
-    """Take this device's slice of an array that each device computes whole, as when parameters are drawn.
+    """Slice this device's shard from an array that every device computes in full, such as initial parameters.
 
-    The barrier keeps the compiler from computing the slice alone: that rounds differently, and the same seed must give
-    the same bits on every mesh.
+    The barrier keeps the compiler from computing only the slice: that may round differently, but the same seed must
+    give bit-identical parameters on every mesh.
     """
     return split_array_over_mesh(lax.optimization_barrier(x), axis_name, split_axis)
 
 
 def gather_whole(x: jax.Array, names: tuple[AxisName | None, ...]) -> jax.Array:
-    """Gather an array from the devices it is split over.
+    """All-gather a sharded array.
 
     Args:
-        x: This device's part.
-        names: The mesh axis of each dimension, `None` for a dimension that is not split.
+        x: This device's shard.
+        names: The mesh axis of each dimension, `None` for a dimension that is not sharded.
 
     Returns:
-        The whole array, the same on all of those devices.
+        The full array, replicated over these axes.
     """
     for dim, name in enumerate(names):
         if name is not None and axis_size(name) > 1:
@@ -126,7 +126,7 @@ def gather_whole(x: jax.Array, names: tuple[AxisName | None, ...]) -> jax.Array:
 
 
 def slice_own(x: jax.Array, names: tuple[AxisName | None, ...]) -> jax.Array:
-    """Take this device's part of a whole array: the inverse of `gather_whole`."""
+    """Slice this device's shard from a replicated array; the inverse of `gather_whole`."""
     for dim, name in enumerate(names):
         if name is not None:
             x = split_array_over_mesh(x, name, dim)
@@ -135,7 +135,7 @@ def slice_own(x: jax.Array, names: tuple[AxisName | None, ...]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def scale_gradient(x: jax.Array, scale: float) -> jax.Array:
-    """Return `x`; its gradient is multiplied by `scale`."""
+    """Return `x` unchanged, and multiply its gradient by `scale`."""
     del scale
     return x
 
@@ -144,23 +144,24 @@ scale_gradient.defvjp(lambda x, _: (x, None), lambda scale, _, gradient: (gradie
 
 
 def mean_gradient_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return a parameter that is split over an axis, with the gradient of the mean over that axis' devices.
+    """Return a parameter that is sharded over an axis, with the gradient of the mean over the devices of that axis.
 
-    The objective is the mean over all devices of the local loss, but differentiating a device's program gives the
-    gradient of the sum. `sync_gradients` divides by the axes a leaf is replicated on; this does it for the others.
+    The objective is the mean of the local losses over all devices, but differentiating inside `jax.shard_map` gives the
+    gradient of their sum. `sync_gradients` divides by the sizes of the axes that a leaf is replicated over; this
+    function divides by the size of the axis that it is sharded over.
     """
     size = axis_size(axis_name)
     return scale_gradient(x, 1.0 / size) if size > 1 else x
 
 
 def mask_all_except(x: jax.Array, axis_name: AxisName, index: jax.Array | int) -> jax.Array:
-    """Zero an array on all devices along a mesh axis but one.
+    """Zero an array on all devices along a mesh axis except one.
 
     Args:
         x: The array.
         axis_name: The mesh axis.
-        index: The device that keeps its values. A traced index cannot be checked while tracing: where it is out of
-            range, a floating-point result is NaN on all devices.
+        index: The index of the device that keeps its values. A traced index cannot be checked while tracing: if it is
+            out of range, a floating-point result is NaN on all devices.
 
     Returns:
         The array on that device, zeros on the others.

@@ -1,4 +1,4 @@
-"""Data parallelism: parameters split over devices and gathered where they are used, gradients averaged."""
+"""Data parallelism: FSDP, which shards parameters and gathers them for use, and averaging of gradients."""
 
 import functools
 import logging
@@ -27,17 +27,17 @@ LOGGER = logging.getLogger(__name__)
 
 
 def shard_params(params: PyTree, axis_name: AxisName, min_weight_size: int = 2**18) -> PyTree:
-    """Split parameters over a mesh axis, each along its largest dimension that divides evenly and is still whole.
+    """Shard parameters over a mesh axis, each along its largest evenly divisible dimension that is not sharded yet.
 
-    The boxes do not depend on the number of devices: inside a mesh, an axis of one device is named too.
+    The boxes do not depend on the number of devices: inside a mesh, they also name an axis with one device.
 
     Args:
-        params: The parameters, the same on all devices of the axis.
-        axis_name: The mesh axis to split over.
+        params: The parameters, replicated over the axis.
+        axis_name: The mesh axis to shard over.
         min_weight_size: Parameters with at most this many elements stay replicated.
 
     Returns:
-        The parameters with this device's slices in `nn.Partitioned` boxes; outside of any mesh, as they are.
+        The parameters, with this device's shards in `nn.Partitioned` boxes; unchanged outside of any mesh.
     """
     size = axis_size(axis_name)
 
@@ -72,17 +72,17 @@ def gather_array_with_mean_grads(
     gather_dtype: DTypeLike | None = None,
     grad_scatter_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Gather an array over a mesh axis; its gradient is averaged over the devices and scattered.
+    """All-gather an array over a mesh axis; its gradient is averaged over the devices with a reduce-scatter.
 
     Args:
-        x: This device's slice.
-        axis: The dimension along which the slices lie.
+        x: This device's shard.
+        axis: The sharded dimension.
         axis_name: The mesh axis to gather over.
         gather_dtype: Precision of the gathered array; that of `x` by default.
         grad_scatter_dtype: Precision in which gradients are summed; that of `x` by default.
 
     Returns:
-        The whole array.
+        The full array.
     """
     gather_dtype = jnp.dtype(gather_dtype or x.dtype)
     scatter_dtype = jnp.dtype(grad_scatter_dtype or x.dtype)
@@ -112,7 +112,7 @@ def gather_params(
     gather_dtype: DTypeLike | None = None,
     grad_scatter_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """Gather the parameters that are split over a mesh axis; the inverse of `shard_params`.
+    """All-gather the parameters that are sharded over a mesh axis; the inverse of `shard_params`.
 
     Args:
         params: The parameters.
@@ -121,7 +121,7 @@ def gather_params(
         grad_scatter_dtype: Precision in which gradients are summed; that of the parameters by default.
 
     Returns:
-        The parameters, whole along that axis. Boxes that name no other axis are opened.
+        The parameters, replicated over that axis. Boxes that name no other axis are removed.
     """
     check_axis(axis_name)
 
@@ -143,17 +143,17 @@ def shard_module_params(
     gather_dtype: DTypeLike | None = None,
     grad_scatter_dtype: DTypeLike | None = None,
 ) -> nn.Module | Callable:
-    """Split the parameters of a module over a mesh axis (FSDP): gathered when it runs, sliced when it is initialised.
+    """Shard the parameters of a module over a mesh axis (FSDP): gather them for each call, slice them after init.
 
     Args:
         target: The module class, or a `functools.partial` of one.
-        axis_name: The mesh axis to split over.
+        axis_name: The mesh axis to shard over.
         min_weight_size: Parameters with at most this many elements stay replicated.
         gather_dtype: Precision of the gathered parameters; their own by default.
         grad_scatter_dtype: Precision in which gradients are summed; that of the parameters by default.
 
     Returns:
-        The wrapped class. It keeps the name of `target`, so names in the parameter tree do not change.
+        The wrapped class. It has the name of `target`, so names in the parameter tree do not change.
     """
     if isinstance(target, functools.partial):
         wrapped = shard_module_params(target.func, axis_name, min_weight_size, gather_dtype, grad_scatter_dtype)
@@ -173,10 +173,10 @@ def shard_module_params(
 
 
 def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
-    """Average gradients over the mesh axes that their parameters are replicated on.
+    """Average gradients over the mesh axes that their parameters are replicated over.
 
     Args:
-        grads: The gradients of this device; boxes name the axes that a parameter is split over.
+        grads: The gradients of this device; boxes name the axes that a parameter is sharded over.
         axis_names: The mesh axes to average over.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Dense layers for models: whole features in and out, split over the model axis in between.
+"""Tensor-parallel dense layers for models: inputs and outputs are replicated, hidden features are sharded.
 
-A `ColumnDense` followed by a `RowDense` is a feed-forward layer in which each device has its part of the hidden
-features; the only communication is one sum at the end. With one device, or no mesh, both are plain dense layers.
+A `ColumnDense` followed by a `RowDense` is a feed-forward layer in which each device has a shard of the hidden
+features; the only communication is one all-reduce at the end. With one device, or no mesh, both are plain dense layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from xlstm_jax.utils.partitioned import is_partitioned, unboxed, with_names
 
 
 class SplitModule(nn.Module):
-    """A module with parameters that may be split over a mesh axis."""
+    """A module with parameters that may be sharded over a mesh axis."""
 
     def split_param(
         self, name: str, init: Callable, shape: tuple[int, ...], dtype: DTypeLike, axis: int | None, axis_name: str
@@ -31,14 +31,14 @@ class SplitModule(nn.Module):
 
         Args:
             name: The name of the parameter.
-            init: Its initialiser; it draws the whole parameter, so that the mesh leaves no trace in it.
-            shape: The shape of the whole parameter.
+            init: Its initialiser; it draws the full parameter, so that the result does not depend on the mesh.
+            shape: The shape of the full parameter.
             dtype: Its precision.
-            axis: The dimension that is split, `None` for none.
-            axis_name: The mesh axis to split over.
+            axis: The dimension to shard, `None` for none.
+            axis_name: The mesh axis to shard over.
 
         Returns:
-            This device's part.
+            This device's shard.
         """
         size = axis_size(axis_name) if axis is not None else 1
         if axis is not None and shape[axis] % size:
@@ -59,7 +59,7 @@ class SplitModule(nn.Module):
 
 
 class SplitKernel(SplitModule):
-    """The kernel of a `ColumnDense`, for those who multiply with it themselves.
+    """The kernel of a `ColumnDense`, for callers that compute the matmul themselves.
 
     Attributes:
         features: The number of output features over all devices.
@@ -81,7 +81,7 @@ class SplitKernel(SplitModule):
 
 
 class ColumnDense(SplitModule):
-    """Dense layer whose output features are split over a mesh axis.
+    """Dense layer whose output features are sharded over a mesh axis.
 
     Attributes:
         features: The number of output features over all devices.
@@ -91,7 +91,7 @@ class ColumnDense(SplitModule):
         bias_init: Initialises the bias.
         dtype: Precision of the computation.
         param_dtype: Precision of the parameters.
-        float8: Whether products are computed in float8.
+        float8: Whether matmuls are computed in float8.
     """
 
     features: int
@@ -104,13 +104,13 @@ class ColumnDense(SplitModule):
     float8: bool = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return this device's outputs for whole inputs."""
+        """Return this device's outputs for replicated inputs."""
         (y,) = apply_to_same(x, [self])
         return y
 
     @nn.compact
     def own_params(self, num_inputs: int) -> tuple[jax.Array, jax.Array | None]:
-        """Return this device's part of the kernel, and of the bias if there is one."""
+        """Return this device's shard of the kernel, and of the bias if there is one."""
 
         def own(name: str, init: Callable, shape: tuple[int, ...]) -> jax.Array:
             return self.split_param(name, init, shape, self.param_dtype, len(shape) - 1, self.axis_name)
@@ -120,10 +120,10 @@ class ColumnDense(SplitModule):
 
 
 def apply_to_same(x: jax.Array, layers: Sequence[ColumnDense]) -> list[jax.Array]:
-    """Apply layers to the same whole inputs, whose gradient is then one product, not a sum of many.
+    """Apply layers to the same replicated inputs, whose gradient is then a single matmul, not a sum of many.
 
-    Layers in float32 whose inputs are bfloat16 are part of that product, with 16 bits of their kernels. Of those in
-    float8 and of any other mixture of precisions, each kind has one of its own.
+    Layers in float32 with bfloat16 inputs are part of that matmul, with 16 bits of their kernels. Layers in float8, and
+    those of any other mix of precisions, have one matmul for each kind.
     """
     groups: dict[tuple[jnp.dtype, bool], list[int]] = {}
     for index, layer in enumerate(layers):
@@ -148,7 +148,7 @@ def _multiply(x: jax.Array, kernels: tuple[jax.Array, ...], dtypes: tuple[jnp.dt
 
 
 class RowDense(SplitModule):
-    """Dense layer whose input features are split over a mesh axis.
+    """Dense layer whose input features are sharded over a mesh axis.
 
     Attributes:
         features: The number of output features.
@@ -157,7 +157,7 @@ class RowDense(SplitModule):
         kernel_init: Initialises the kernel.
         dtype: Precision of the computation.
         param_dtype: Precision of the parameters.
-        float8: Whether products are computed in float8.
+        float8: Whether matmuls are computed in float8.
     """
 
     features: int
@@ -170,7 +170,7 @@ class RowDense(SplitModule):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return whole outputs for this device's inputs."""
+        """Return replicated outputs for this device's inputs."""
         size, dtype = axis_size(self.axis_name), jnp.dtype(self.dtype)
         shape = (x.shape[-1] * size, self.features)
         kernel = self.split_param("kernel", self.kernel_init, shape, self.param_dtype, 0, self.axis_name)

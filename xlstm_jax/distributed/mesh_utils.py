@@ -19,7 +19,7 @@ COLLECTIVE_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class ParallelConfig:
-    """How a model is spread over devices. At most one axis size may be -1: it takes the devices that are left."""
+    """The mesh and the sharding of a model. At most one axis size may be -1: it takes all remaining devices."""
 
     data_axis_size: int = -1
     """Devices along the data axis, each with its own rows and all parameters; -1 for all remaining devices."""
@@ -40,17 +40,17 @@ class ParallelConfig:
     model_axis_name: str = "tp"
     """Name of the tensor-parallel axis of the mesh."""
     remat: Sequence[str] = dataclasses.field(default_factory=list)
-    """Names of the modules whose activations are computed again in the backward pass."""
+    """Names of the modules whose activations are recomputed in the backward pass."""
     fsdp_modules: Sequence[str] = dataclasses.field(default_factory=list)
-    """Names of the modules whose parameters are split over the FSDP axis."""
+    """Names of the modules whose parameters are sharded over the FSDP axis."""
     fsdp_min_weight_size: int = 2**18
     """Parameters with at most this many elements stay replicated."""
     fsdp_gather_dtype: str | None = None
-    """Precision in which parameters are gathered; `None` is that of the parameters."""
+    """Precision in which parameters are all-gathered; `None` is that of the parameters."""
     fsdp_grad_scatter_dtype: str | None = None
-    """Precision in which gradients are summed and scattered; `None` is that of the parameters."""
+    """Precision of the reduce-scatter of gradients; `None` is that of the parameters."""
     tp_async_dense: bool = False
-    """Hide the communication of tensor-parallel layers behind their matrix products, with rings."""
+    """Overlap the communication of tensor-parallel layers with their matmuls, in a ring."""
 
     def __post_init__(self):
         check_numbers(self, ParallelConfig)
@@ -63,7 +63,7 @@ class ParallelConfig:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, but must be a list of names.")
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name, for `configs.describe_ignored`."""
+        """Return the fields that have no effect with the others, each with the reason."""
         reasons = {}
         if not self.fsdp_modules:
             of_fsdp = ("fsdp_min_weight_size", "fsdp_gather_dtype", "fsdp_grad_scatter_dtype")
@@ -74,7 +74,7 @@ class ParallelConfig:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """The size asked for of each mesh axis, in mesh order."""
+        """The requested size of each mesh axis, in mesh order."""
         return {
             self.data_axis_name: self.data_axis_size,
             self.fsdp_axis_name: self.fsdp_axis_size,
@@ -86,7 +86,7 @@ class ParallelConfig:
         """Return the size of each mesh axis on this many devices, in mesh order.
 
         Raises:
-            ConfigError: The sizes do not fit the devices; the message names the setting to change.
+            ConfigError: The sizes do not match the number of devices; the message names the setting to change.
         """
         sizes = self.axis_sizes
         if len(sizes) < 4:
@@ -124,7 +124,7 @@ def _count(num_devices: int) -> str:
 
 
 def _smaller_axis(sizes: Mapping[str, int], fields: Mapping[str, str], num_devices: int) -> str:
-    """Name one setting with which the mesh fits the devices."""
+    """Return one setting with which the mesh matches the number of devices."""
     free = -1 in sizes.values()
     for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
         others = math.prod(size for other, size in sizes.items() if other != name and size > 0)
@@ -141,13 +141,13 @@ def initialize_mesh(
 ) -> Mesh:
     """Arrange the devices in a mesh with the axes data, FSDP, pipeline, model.
 
-    Processes find each other first: in a SLURM step (unless `init_distributed_on_slurm` is False), and where the
-    variable `JAX_COORDINATOR_ADDRESS` is set, with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Nowhere else.
+    Distributed JAX is initialised first, but only in a SLURM step (unless `init_distributed_on_slurm` is False), or if
+    the variable `JAX_COORDINATOR_ADDRESS` is set, with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`.
 
     Args:
         parallel_config: The sizes and names of the axes.
         device_array: The devices to use; all of them by default.
-        init_distributed_on_slurm: Whether to start distributed JAX in a SLURM step.
+        init_distributed_on_slurm: Whether to initialise distributed JAX in a SLURM step.
 
     Returns:
         The mesh. The model axis is innermost: its devices are neighbours.

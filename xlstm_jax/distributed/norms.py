@@ -1,4 +1,4 @@
-"""Norms of trees whose leaves may be split over a mesh."""
+"""Norms of trees whose leaves may be sharded over a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def get_sharded_global_norm(x: PyTree) -> tuple[jax.Array, PyTree]:
 
 
 def squared_sum(x: jax.Array, *, keep_leading: bool = False) -> jax.Array:
-    """Sum the squares of an array in float32 (or better), of each `x[i]` by itself if `keep_leading`."""
+    """Sum the squares of an array in float32 at least, separately for each `x[i]` if `keep_leading`."""
     x = jnp.asarray(x)
     magnitude = jnp.abs(x) if jnp.iscomplexobj(x) else x
     wide = magnitude.astype(jnp.promote_types(magnitude.dtype, jnp.float32))
@@ -44,6 +44,6 @@ def squared_sum(x: jax.Array, *, keep_leading: bool = False) -> jax.Array:
 
 
 def sum_over_shards(value: jax.Array, like: object) -> jax.Array:
-    """Sum a number of each shard over the mesh axes that the leaf `like` is split over."""
+    """Sum the values of all shards over the mesh axes that the leaf `like` is sharded over."""
     axes = tuple(axis for axis in partition_axes(like) if axis_size(axis) > 1)
     return lax.psum(value, axes) if axes else value

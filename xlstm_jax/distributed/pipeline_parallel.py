@@ -20,7 +20,7 @@ def execute_pipeline_step(
     model_axis_name: str,
     **kwargs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run this device's stage once, and hand its output to the next stage.
+    """Run this device's stage once, and send its output to the next stage.
 
     Args:
         module: This device's stage.
@@ -31,7 +31,7 @@ def execute_pipeline_step(
         **kwargs: Further keyword arguments of the module.
 
     Returns:
-        What the previous stage has just put out, and this stage's output if it is the last (zeros otherwise).
+        The output of the previous stage in this step, and this stage's output if it is the last (zeros otherwise).
     """
     num_stages, stage = axis_size(model_axis_name), axis_index(model_axis_name)
     output = module(jnp.where(stage == 0, input, state), *args, **kwargs)
@@ -55,7 +55,7 @@ def execute_pipeline(
 ) -> jax.Array:
     """Run a batch through all stages, microbatch by microbatch (GPipe).
 
-    A step is wasted for each stage but one while the pipeline fills, so many microbatches use the devices better.
+    Filling the pipeline wastes one step for each stage but one, so more microbatches give a higher utilisation.
 
     Args:
         module: This device's stage; all stages have one structure and parameters of their own.
@@ -66,7 +66,7 @@ def execute_pipeline(
         **kwargs: Further keyword arguments of the module.
 
     Returns:
-        The output of the last stage on the device that has it, zeros on the others: a `psum` over the axis shares it.
+        The output of the last stage on its device, zeros on the others: a `psum` over the axis replicates it.
     """
     batch_size = x.shape[0]
     if num_microbatches < 1 or batch_size % num_microbatches:
@@ -74,8 +74,8 @@ def execute_pipeline(
             f"A batch of {batch_size} rows cannot be split into {num_microbatches} microbatches of one size."
         )
     microbatches = x.reshape(num_microbatches, batch_size // num_microbatches, *x.shape[1:])
-    # While the pipeline fills and drains, stages work on real rows whose outputs nobody reads: on made-up ones a layer
-    # could have an infinite slope, which a zero gradient does not silence.
+    # While the pipeline fills and drains, idle stages run on real rows and discard the outputs. On dummy rows, a layer
+    # could have an infinite derivative, and its product with a zero gradient is NaN.
     num_idle = axis_size(model_axis_name) - 1
     inputs = jnp.concatenate([microbatches, jnp.repeat(microbatches[:1], num_idle, axis=0)])
 
@@ -94,7 +94,7 @@ def execute_pipeline(
 
 
 def _fold_rngs_over_stages(module: nn.Module, axis_name: str) -> None:
-    """Give each stage keys of its own, or a stage would draw what the stage before drew for another microbatch."""
+    """Give each stage its own random keys, so that no stage repeats the draws of the previous one."""
     rngs: Any = module.scope and module.scope.rngs
     for name in rngs:
         if name != "params":
@@ -102,7 +102,7 @@ def _fold_rngs_over_stages(module: nn.Module, axis_name: str) -> None:
 
 
 class PipelineModule(nn.Module):
-    """One stage of a pipeline; in a `ModelParallelismWrapper` over the axis, each device has a stage of its own.
+    """One stage of a pipeline; a `ModelParallelismWrapper` over the axis gives each device its own stage.
 
     Attributes:
         model_axis_name: The mesh axis of the pipeline.

@@ -1,4 +1,4 @@
-"""Gather and reduce-scatter around a ring of devices, in steps that can overlap with computation."""
+"""All-gather and reduce-scatter around a ring of devices, in steps that can overlap with computation."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from xlstm_jax.distributed.array_utils import axis_size
 
 
 def async_gather(x: PyTree, axis_name: str, shift_up: bool = True) -> list[PyTree]:
-    """Gather arrays around a ring.
+    """All-gather arrays around a ring.
 
     Args:
         x: This device's arrays.
@@ -30,7 +30,7 @@ def async_gather(x: PyTree, axis_name: str, shift_up: bool = True) -> list[PyTre
 
 
 def async_gather_bidirectional(x: PyTree, axis_name: str, shift_up: bool = True) -> list[PyTree]:
-    """Gather arrays both ways around a ring: the list of `async_gather` in half the steps.
+    """All-gather arrays in both directions around a ring: the list of `async_gather` in half the steps.
 
     Args:
         x: This device's arrays.
@@ -49,7 +49,7 @@ def async_gather_bidirectional(x: PyTree, axis_name: str, shift_up: bool = True)
 
 
 def async_gather_split(x: PyTree, axis_name: str) -> list[PyTree]:
-    """Gather the two halves of the features in opposite directions around a ring.
+    """All-gather the two halves of the features in opposite directions around a ring.
 
     Args:
         x: This device's arrays; the last axis is halved.
@@ -64,16 +64,16 @@ def async_gather_split(x: PyTree, axis_name: str) -> list[PyTree]:
 
 
 def async_scatter(xs: Sequence[PyTree], axis_name: str, shift_up: bool = True) -> PyTree:
-    """Sum arrays over devices around a ring, and leave each device the sum that is meant for it.
+    """Reduce-scatter arrays around a ring: each device gets the sum of the arrays for it.
 
     Args:
-        xs: As many arrays as the ring has devices. On device `r`, entry `i` is meant for device `r + size - 1 - i`
-            (`r - size + 1 + i` if sums travel down): the farthest first, its own last.
+        xs: As many arrays as the ring has devices. On device `r`, entry `i` is for device `r + size - 1 - i`
+            (`r - size + 1 + i` if sums travel down): the farthest device first, device `r` last.
         axis_name: The mesh axis of the ring.
         shift_up: Whether sums travel to the device with the next higher index, or the next lower.
 
     Returns:
-        The sum of what all devices have for this one.
+        The sum over all devices of the arrays for this one.
     """
     size = axis_size(axis_name)
     if len(xs) != size:
@@ -87,7 +87,7 @@ def async_scatter(xs: Sequence[PyTree], axis_name: str, shift_up: bool = True) -
 
 
 def async_scatter_split(xs: Sequence[PyTree], axis_name: str) -> PyTree:
-    """Compute `async_scatter` with the two halves of the features travelling in opposite directions.
+    """Run `async_scatter` with the two halves of the features in opposite directions.
 
     Args:
         xs: As many arrays as the ring has devices, in the order of `async_scatter`; the last axes are halved.
@@ -98,7 +98,7 @@ def async_scatter_split(xs: Sequence[PyTree], axis_name: str) -> PyTree:
     """
     halves = [_halves(x) for x in xs]
     up = async_scatter([first for first, _ in halves], axis_name, shift_up=True)
-    # Who is farthest going up is nearest going down; the own part stays last.
+    # The farthest device going up is the nearest going down; the device's own part stays last.
     down_order = [second for _, second in (*halves[-2::-1], halves[-1])]
     down = async_scatter(down_order, axis_name, shift_up=False)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=-1), up, down)

@@ -1,4 +1,4 @@
-"""Gradient accumulation: one large batch as several small ones."""
+"""Gradient accumulation: a large batch is processed as several minibatches."""
 
 import dataclasses
 import operator
@@ -98,9 +98,9 @@ def accumulate_gradients(
     Returns:
         Tuple with accumulated gradients, metrics, and collected mutable variables over the mini-batches: gradients are
         averaged, metrics are summed, and mutable variables are a list with one tree for each mini-batch, or, with
-        `use_scan`, one tree whose arrays are stacked on a new leading axis. Leaves of the metrics that are no numbers,
-        such as the names of log modes, are passed on; metrics whose only mode is `max` are joined by their maximum. A
-        metric that is to be averaged needs a `count`, which is summed as its value is.
+        `use_scan`, one tree whose arrays are stacked on a new leading axis. Non-numeric leaves of the metrics, such as
+        the names of log modes, are passed through; metrics whose only mode is `max` are combined by their maximum. A
+        metric that is to be averaged needs a `count`, which is summed like its value.
     """
     accumulate = accumulate_gradients_scan if use_scan else accumulate_gradients_loop
     return accumulate(state, batch, rng, num_minibatches, loss_fn)
@@ -109,7 +109,7 @@ def accumulate_gradients(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """A value that JAX carries through traced code as part of a tree's structure."""
+    """A static value: JAX treats it as part of the structure of a tree."""
 
     value: Any
 
@@ -123,7 +123,7 @@ def _hide_non_numbers(tree: PyTree) -> PyTree:
 
 
 def _summable(x: jax.Array) -> jax.Array:
-    """Convert to a type in which a few values can be added: not to booleans, bytes or half precision."""
+    """Convert booleans, small integers and half precision to a wider type in which a few values can be added."""
     wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
     return x.astype(wide) if x.dtype.itemsize < 4 else x
 
@@ -154,7 +154,7 @@ def _is_maximum(metric: Any) -> bool:
 
 
 def _with_maxima(metrics: PyTree) -> PyTree:
-    """Give metrics whose only mode is `max` a count of 1: they are joined by their maximum, which has no sum."""
+    """Give metrics whose only mode is `max` a count of 1, as they are combined by their maximum, not their sum."""
     if not isinstance(metrics, Mapping):
         return metrics
     ratios = {
@@ -166,7 +166,7 @@ def _with_maxima(metrics: PyTree) -> PyTree:
 
 
 def _join_metrics(total: PyTree, new: PyTree) -> PyTree:
-    """Add metrics, but take the larger of two maxima; a count of 0 means that there is none yet."""
+    """Add metrics, but take the larger of two maxima; a count of 0 means that there is no value yet."""
     if not isinstance(new, Mapping):
         return _add(total, new)
     joined = {}

@@ -1,8 +1,8 @@
-"""Tensor parallelism: dense layers whose kernels are split over a mesh axis.
+"""Tensor parallelism: dense layers whose kernels are sharded over a mesh axis.
 
-A split kernel is stored whole in the global view: column-parallel layers ("gather") name its output axis, row-parallel
-layers ("scatter") its input axis. It is drawn whole and then sliced, so a seed gives the same parameters on every mesh,
-and with one device, or no mesh at all, each layer is the plain dense layer.
+In the global view, a sharded kernel is one array: column-parallel layers ("gather") shard its output axis, row-parallel
+layers ("scatter") its input axis. It is initialised in full and then sliced, so a seed gives the same parameters on
+every mesh. With one device, or no mesh at all, each layer is the plain dense layer.
 """
 
 import functools
@@ -59,20 +59,20 @@ SPLIT_AXES: dict[str, dict[str, int | None]] = {
     "scatter": {"kernel": 0, "bias": None},
     "none": {"kernel": None, "bias": None},
 }
-"""The dimension of each parameter that a mode splits."""
+"""The dimension of each parameter that a mode shards."""
 
 
 class ModelParallelismWrapper(nn.Module):
-    """Give each device along a mesh axis its own copy of a module, with parameters of its own.
+    """Give each device along a mesh axis its own copy of a module, with its own parameters.
 
-    Parameters get a leading axis that is split over the mesh axis, also where that has one device. For modules that
-    know nothing of meshes; the layers below keep the shapes of their parameters instead.
+    Parameters get a leading axis that is sharded over the mesh axis, even if that has one device. It is for modules
+    that are not written for a mesh; the layers below keep the shapes of their parameters instead.
 
     Attributes:
         model_axis_name: The mesh axis.
         module_fn: Creates the module; called with `name` and `module_kwargs`.
-        mask_except_model_idx: If given, the parameters are zero, and stay so, on all devices but this one.
-        split_rngs: Whether each device draws its own parameters, or all the same.
+        mask_except_model_idx: If given, the parameters are and stay zero on all devices except this one.
+        split_rngs: Whether each device draws its own parameters, or all draw the same.
         module_kwargs: Arguments of `module_fn`.
     """
 
@@ -113,7 +113,7 @@ def scale_init(init_fn: Callable, scale_factor: float = 1.0) -> Callable:
 
     Args:
         init_fn: The initialiser.
-        scale_factor: What its results are multiplied with.
+        scale_factor: The factor that its results are multiplied by.
 
     Returns:
         The scaled initialiser.
@@ -126,20 +126,19 @@ def scale_init(init_fn: Callable, scale_factor: float = 1.0) -> Callable:
 
 
 class TPDense(nn.Module):
-    """Dense layer that is split over a mesh axis.
+    """Dense layer that is sharded over a mesh axis.
 
-    `gather` splits the output features: the inputs are gathered from all devices, each computes its own outputs.
-    `scatter` splits the input features: each device computes a part of every output, and the parts are summed and
-    scattered. One after the other they make a feed-forward layer without further communication. `none` is a plain
-    layer.
+    `gather` shards the output features: the inputs are all-gathered, and each device computes its own outputs.
+    `scatter` shards the input features: each device computes partial sums of all outputs, which are reduce-scattered.
+    In sequence, they form a feed-forward layer without further communication. `none` is a plain layer.
 
     Attributes:
         dense_fn: Creates the dense layer that a device runs, e.g. `partial(nn.Dense, features=...)`, where `features`
-            is the size of this device's outputs before anything is scattered.
+            is the size of this device's outputs before the reduce-scatter.
         model_axis_name: The mesh axis.
-        tp_mode: What is split.
-        skip_communication: With `gather`, the inputs are whole already; with `scatter`, the parts are not summed.
-        kernel_init: Initialises the kernel; called with the shape of the whole kernel.
+        tp_mode: The sharded features.
+        skip_communication: With `gather`, the inputs are replicated already; with `scatter`, partial sums are returned.
+        kernel_init: Initialises the kernel; called with the shape of the full kernel.
         kernel_init_adjustment: Scale of the initial kernel.
         use_bias: Whether to add a bias.
         dense_name: Name of the parameters.
@@ -168,7 +167,7 @@ class TPDense(nn.Module):
 
 
 class TPAsyncDense(nn.Module):
-    """`TPDense` in steps: each part travels around a ring of devices while another is being multiplied.
+    """`TPDense` with communication in a ring that overlaps with the matmuls.
 
     It has the parameters of `TPDense` and computes the same function.
 
@@ -176,13 +175,13 @@ class TPAsyncDense(nn.Module):
         dense_fn: Creates the dense layer of a step, e.g. `partial(nn.Dense, features=...)`, where `features` is the
             size of this device's outputs, also with `scatter`.
         model_axis_name: The mesh axis.
-        tp_mode: What is split.
-        kernel_init: Initialises the kernel; called with the shape of the whole kernel.
+        tp_mode: The sharded features.
+        kernel_init: Initialises the kernel; called with the shape of the full kernel.
         kernel_init_adjustment: Scale of the initial kernel.
         use_bias: Whether to add a bias.
         dense_name: Name of the parameters.
-        use_bidirectional_gather: Whether inputs travel both ways around the ring.
-        use_bidirectional_scatter: Whether outputs travel both ways around the ring, half of the features each.
+        use_bidirectional_gather: Whether inputs travel in both directions around the ring.
+        use_bidirectional_scatter: Whether outputs travel in both directions around the ring, half of the features each.
     """
 
     dense_fn: Any
@@ -212,7 +211,7 @@ class TPAsyncDense(nn.Module):
         return _add_bias(self, params, y, summed=True)
 
     def _gather(self, dense: Callable, kernel: jax.Array, x: jax.Array) -> jax.Array:
-        """Multiply each device's inputs, as they come by, with the rows of the kernel that belong to them."""
+        """Multiply each device's inputs, as they arrive, by the matching rows of the kernel."""
         ring = async_gather_bidirectional if self.use_bidirectional_gather else async_gather
         parts = ring(x, self.model_axis_name)
         sources = [(axis_index(self.model_axis_name) - step) % len(parts) for step in range(len(parts))]
@@ -220,7 +219,7 @@ class TPAsyncDense(nn.Module):
         return functools.reduce(jnp.add, map(dense, rows, parts))
 
     def _scatter(self, dense: Callable, kernel: jax.Array, x: jax.Array) -> jax.Array:
-        """Compute the outputs of one device after the other, the farthest first, and sum them along the ring."""
+        """Compute the outputs for each device in turn, the farthest first, and sum them along the ring."""
         size = axis_size(self.model_axis_name)
         targets = [(axis_index(self.model_axis_name) + size - 1 - step) % size for step in range(size)]
         parts = [dense(_block(kernel, target, size, axis=-1), x) for target in targets]
@@ -230,13 +229,13 @@ class TPAsyncDense(nn.Module):
 def tp_dense(
     parallel: ParallelConfig, dense_fn: Callable[..., nn.Module], features: int, tp_mode: TPMode, **kwargs: Any
 ) -> TPDense | TPAsyncDense:
-    """Create the dense layer that a config asks for.
+    """Create a `TPDense` or `TPAsyncDense`, depending on the config.
 
     Args:
-        parallel: Names the mesh axis, and says whether to communicate in rings.
+        parallel: Names the mesh axis, and determines whether to communicate in a ring.
         dense_fn: Creates a dense layer, e.g. `nn.Dense`; called with `features`.
         features: The number of output features over all devices.
-        tp_mode: What is split.
+        tp_mode: The sharded features.
         **kwargs: Further fields of `TPDense` and `TPAsyncDense`.
 
     Returns:
@@ -258,8 +257,8 @@ def _split_dense(
 
     Args:
         module: The layer.
-        num_inputs: The number of features that the kernel of this device reads.
-        num_output_parts: How many times the features of `dense_fn` the kernel of this device writes.
+        num_inputs: The number of input features of this device's kernel.
+        num_output_parts: The number of output features of this device's kernel, in multiples of those of `dense_fn`.
 
     Returns:
         This device's parameters, and a function from a kernel and inputs to outputs without bias.
@@ -299,14 +298,14 @@ def _split_dense(
 
 
 def _init_as_matrix(init_fn: Callable) -> Callable:
-    """Draw a kernel with several output axes as the matrix that it is, as flax does."""
+    """Initialise a kernel with several output axes as a matrix, as flax does."""
     return lambda key, shape, dtype: init_fn(key, (shape[0], math.prod(shape[1:])), dtype).reshape(shape)
 
 
 def _init_split(
     init_fn: Callable, key: jax.Array, shape: tuple[int, ...], dtype: Any, axis: int | None, axis_name: str
 ) -> Parameter:
-    """Initialise a whole parameter, and keep this device's slice; `shape` is that of the slice."""
+    """Initialise a full parameter, and keep this device's shard; `shape` is that of the shard."""
     size = axis_size(axis_name)
     if axis is None or size == 1:
         return init_fn(key, shape, dtype)
@@ -316,7 +315,7 @@ def _init_split(
 
 
 def _add_bias(module: TPDense | TPAsyncDense, params: dict[str, Any], y: jax.Array, *, summed: bool) -> jax.Array:
-    """Add the bias once to each output: a row-parallel layer has it whole on every device."""
+    """Add the bias once to each output: in a row-parallel layer it is replicated."""
     if not module.use_bias:
         return y
     bias, axis_name = params["bias"].astype(y.dtype), module.model_axis_name
