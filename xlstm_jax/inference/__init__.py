@@ -1,1 +1,1 @@
-"""From a prompt to tokens: sampling, and the loop around a model."""
+"""Generation of tokens from a prompt: sampling, and the loop around a model."""

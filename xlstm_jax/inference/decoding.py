@@ -1,4 +1,4 @@
-"""The same model in the layout that is fastest for one token at a time."""
+"""The layout of a model that is fastest for decoding one token at a time."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,19 +12,19 @@ Model = TypeVar("Model", bound=LanguageModel)
 
 
 def for_decoding(model: Model, params: Mapping[str, Any]) -> tuple[Model, dict[str, Any]]:
-    """Unroll the blocks of a model, and lay out the parameters of each block as its kind does for decoding.
+    """Unroll the blocks of a model, and convert their parameters to the decoding layout of each kind of block.
 
     A scan over blocks copies the weights and the state of each block out of their stacks, and the state back, for every
-    token. Unrolled, the weights of a block are read in place, and its state is updated in place. Nothing is rounded to
-    float8, as weights would be for every token. Call it once, before the loop over tokens; while it runs, the
-    parameters are in memory twice.
+    token. Unrolled, the weights of a block are read in place, and its state is updated in place. Float8 is turned off,
+    as weights would be quantised for every token. Call this function once, before the loop over tokens; while it runs,
+    the parameters are in memory twice.
 
     Args:
         model: The model.
         params: Its parameters, without boxes.
 
     Returns:
-        A model that computes the same, and its parameters.
+        A model that computes the same function, and its parameters.
     """
     kinds = model.config.kinds
     canonical = to_canonical(dict(params), kinds, model.config.scan_blocks)

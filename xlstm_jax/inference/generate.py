@@ -1,4 +1,4 @@
-"""Generation: the prompt in one pass, then token after token on the device."""
+"""Generation: prefill of the prompt in one pass, then a decoding loop on the device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ from xlstm_jax.distributed.array_utils import axis_size
 from xlstm_jax.inference.sampling import temperature_sampling
 
 Advance = Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]]
-"""Runs tokens `[batch, length]` through a model from a state: their logits, and the state after them."""
+"""Runs tokens `[batch, length]` through a model from a state; returns their logits, and the state after them."""
 
 
 class _Progress(NamedTuple):
     position: jax.Array
-    """The position that is chosen next."""
+    """The next position to sample."""
     logits: jax.Array
-    """What it is chosen from."""
+    """The logits to sample that position from."""
     state: PyTree
     """The state of the model before that position."""
     tokens: jax.Array
@@ -30,11 +30,11 @@ class _Progress(NamedTuple):
 def as_rows(
     prefix_tokens: jax.typing.ArrayLike, prefix_mask: jax.typing.ArrayLike | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Check how sequences begin, and lay it out as `[batch, length]`.
+    """Check the prefixes of sequences, and return them as `[batch, length]`.
 
     Args:
         prefix_tokens: Tokens `[batch, length]`, or `[batch]`: one token for each sequence.
-        prefix_mask: Which of them are given; the same shape.
+        prefix_mask: Which of the tokens are given; the same shape.
 
     Returns:
         The tokens and the mask.
@@ -73,19 +73,19 @@ def generate(
     Args:
         advance: Runs the model.
         state: The state of the model before the first token.
-        rng: The random key. What is drawn at a position depends on the key and the position alone.
-        prefix_tokens: How the sequences begin, `[batch, length]`, or `[batch]` for one token each; the first token is
-            always taken.
-        prefix_mask: Which of them are given, as booleans or as 0 and 1; the others are generated. All are given by
-            default.
+        rng: The random key. Draws at a position depend only on the key and the position.
+        prefix_tokens: The prefixes of the sequences, `[batch, length]`, or `[batch]` for one token each; the first
+            token is always taken as given.
+        prefix_mask: Which tokens of the prefixes are given, as booleans or as 0 and 1; the others are generated. All
+            are given by default.
         max_length: The length of the sequences.
-        eod_token_id: A sequence ends after this token has been generated; one that is given does not end it. Below 0,
-            no sequence ends early.
+        eod_token_id: A sequence ends once this token is generated; a given one does not end it. Below 0, no sequence
+            ends early.
         token_sample_fn: Chooses tokens `[batch]` from logits `[batch, vocab]` and a key.
-        axis_names: Mesh axes over which the rows are split: devices take steps together until all have ended.
+        axis_names: Mesh axes over which the rows are sharded: devices step together until all sequences have ended.
 
     Returns:
-        The tokens `[batch, max_length]`, zeros after the end of a sequence, and which of them belong to it.
+        The tokens `[batch, max_length]`, zeros after the end of a sequence, and a mask of the tokens before its end.
     """
     prefix_tokens, prefix_mask = as_rows(prefix_tokens, prefix_mask)
     batch_size, prefix_length = prefix_tokens.shape
@@ -112,12 +112,12 @@ def generate(
         )
 
     def begin() -> _Progress:
-        """Take the whole prefix at once."""
+        """Prefill with the whole prefix."""
         logits, after = advance(prefix_tokens, state)
         return after_prefix(prefix_length, logits[:, -1], after)
 
     def begin_empty() -> _Progress:
-        """Leave the prefix to the loop: as the first token is given, nothing is chosen from these logits."""
+        """Leave the prefix to the loop; these logits are never sampled from, as the first token is given."""
         logits, _ = jax.eval_shape(advance, prefix_tokens[:, :1], state)
         return after_prefix(0, jnp.zeros((batch_size, logits.shape[-1]), logits.dtype), state)
 
@@ -152,7 +152,7 @@ def generate(
 
 
 def _on_all_devices(condition: jax.Array, axis_names: Sequence[str]) -> jax.Array:
-    """Return whether a condition holds everywhere: devices must agree on what they compute next."""
+    """Return whether a condition holds on all devices, which must all run the same number of steps."""
     holds = jnp.all(condition)
     axes = tuple(axis for axis in axis_names if axis_size(axis) > 1)
     return lax.pmin(holds.astype(jnp.int32), axes) == 1 if axes else holds

@@ -1,11 +1,11 @@
-"""How the next token is chosen."""
+"""Sampling of the next token."""
 
 import jax
 import jax.numpy as jnp
 
 
 def temperature_sampling(logits: jax.Array, rng: jax.Array, temperature: float = 1.0) -> jax.Array:
-    """Draw tokens with the probabilities of the logits over a temperature; at 0, take the likeliest.
+    """Sample tokens from the softmax of the logits divided by a temperature; 0 takes the most likely token.
 
     Args:
         logits: The logits, the vocabulary last.
@@ -27,14 +27,14 @@ def filtered_sampling(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> jax.Array:
-    """Draw tokens as `temperature_sampling` does, but only from the likeliest ones.
+    """Sample tokens like `temperature_sampling`, but only from the most likely ones.
 
     Args:
         logits: The logits, the vocabulary last.
         rng: The random key.
         temperature: Above 1 for more variety, below 1 for less.
-        top_k: How many tokens to draw from; `None` for all.
-        top_p: Draw from the fewest tokens that have this probability together; `None` for all.
+        top_k: The number of tokens to sample from; `None` for all.
+        top_p: Sample from the smallest set of tokens with at least this total probability; `None` for all.
 
     Returns:
         A token for each row.
@@ -54,11 +54,11 @@ def filtered_sampling(
 
 
 def greedy_sampling(logits: jax.Array, rng: jax.Array | None = None) -> jax.Array:
-    """Take the likeliest token.
+    """Take the most likely token.
 
     Args:
         logits: The logits, the vocabulary last.
-        rng: Not needed; here so that any function of this module can take the place of another.
+        rng: Unused; accepted so that all functions of this module have the same signature.
 
     Returns:
         A token for each row.
