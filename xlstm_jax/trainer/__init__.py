@@ -1,4 +1,4 @@
-"""Turn models, data and optimizers into training runs. Losses, metrics and optimizers do not import the trainer."""
+"""Training of models. Losses, metrics and optimizers do not import the trainer."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The data of a training run."""
+"""The data loaders of a training run."""
 
 import contextlib
 import dataclasses
@@ -11,15 +11,15 @@ import numpy as np
 from xlstm_jax.common_types import PyTree
 
 REPLAY_BYTES = 2**30
-"""How much host memory the batches of an iterator may take, for it to be gone through more than once."""
+"""The limit in bytes of host memory for caching the batches of a one-pass iterator."""
 
 DataIterator = Iterator | Any
-"""Yields batches, epoch after epoch; where it has `get_state` and `set_state`, a run resumes at the next batch."""
+"""Yields batches, epoch after epoch. If it has `get_state` and `set_state`, a run resumes at the next batch."""
 
 
 @dataclasses.dataclass
 class DataloaderModule:
-    """What a run trains, validates and tests on; several sets to validate or test on have names."""
+    """The data that a run trains, validates and tests on; several validation or test sets have names."""
 
     train_dataloader: DataIterator | None = None
     val_dataloader: DataIterator | dict[str, DataIterator] | None = None
@@ -28,7 +28,7 @@ class DataloaderModule:
 
 @contextlib.contextmanager
 def kept_in_place(loaders: Any) -> Iterator[None]:
-    """Set loaders back to where they are now at the end of a block: what comes next sees what it would have seen."""
+    """Restore the current positions of loaders at the end of a block, so that the block does not consume data."""
     parts = loaders.values() if isinstance(loaders, Mapping) else [loaders]
     resumable = [part for part in parts if is_resumable(part)]
     positions = [loader.get_state() for loader in resumable]
@@ -40,20 +40,20 @@ def kept_in_place(loaders: Any) -> Iterator[None]:
 
 
 def is_resumable(loader: Any) -> bool:
-    """Tell whether a loader can say where it is, and go back there."""
+    """Return whether a loader can save and restore its position."""
     return hasattr(loader, "get_state") and hasattr(loader, "set_state")
 
 
 class ReplayedIterator(Iterator):
-    """An iterator over batches that each `iter` starts from its first batch.
+    """An iterator over batches that restarts from its first batch at each `iter`.
 
-    Validation, callbacks and the check before training all go through the same loader. One that only has a `__next__`,
-    such as a generator, could be gone through once, so its batches are kept in host memory. One that starts anew by
-    itself is left to do so.
+    Validation, callbacks and the check before training all iterate over the same loader. An iterator that only has
+    `__next__`, such as a generator, allows a single pass, so its batches are cached in host memory. An iterator that
+    restarts by itself is not cached.
 
     Args:
         source: The iterator.
-        max_bytes: The host memory that its batches may take in each process.
+        max_bytes: The host memory that its cached batches may use in each process.
     """
 
     def __init__(self, source: Iterator, max_bytes: int = REPLAY_BYTES):
@@ -66,7 +66,7 @@ class ReplayedIterator(Iterator):
         self._pass = self._replay()
 
     def __iter__(self) -> "ReplayedIterator":
-        """Start from the first batch."""
+        """Restart from the first batch."""
         self._pass = self._replay()
         return self
 
@@ -110,7 +110,7 @@ class ReplayedIterator(Iterator):
 
 
 def as_replayable(loaders: Any) -> Any:
-    """Let loaders that can be gone through only once be gone through again; the others stay as they are."""
+    """Wrap one-pass loaders so that they can be iterated repeatedly; return the others unchanged."""
     if isinstance(loaders, Mapping):
         return {name: as_replayable(loader) for name, loader in loaders.items()}
     is_one_pass = isinstance(loaders, Iterator) and not is_resumable(loaders)
@@ -119,12 +119,12 @@ def as_replayable(loaders: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _HostArray:
-    """The parts of a global array that this process has, in host memory."""
+    """The local shards of a global array, in host memory."""
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
     parts: list[tuple[Any, np.ndarray]]
-    """Devices, and what lies on each."""
+    """Each device with its shard."""
 
 
 def _to_host(batch: PyTree) -> PyTree:

@@ -1,18 +1,19 @@
-"""Metrics: sums and counts on the device, numbers on the host.
+"""Metrics: sums and counts on the device, final values on the host.
 
-A step gives `{name: scalar}` or `{name: {"value": ..., "count": ..., "log_modes": [...]}}`, where the value is a sum
+A step returns `{name: scalar}` or `{name: {"value": ..., "count": ..., "log_modes": [...]}}`, where the value is a sum
 over `count` items (1 if not given). The accumulated metrics are `{name: {mode: {"value": ..., "count": ...}}}`. A count
-of 0 means that there is nothing yet, so setting every leaf to zero starts anew. The modes report
+of 0 means that there is no value yet, so setting every leaf to zero resets all metrics. The modes report
 
 - `mean`, `mean_nopostfix`: the sum of all values over the sum of all counts;
 - `single`: value over count of the last step;
-- `max`: the largest value over count of a step;
-- `std`: the standard deviation of value over count between steps, in which `value2` sums the squares;
-- `single_noreduce`, `single_noreduce_wcount`: the value of the last step as it is, without or with its count.
+- `max`: the maximum over steps of value over count;
+- `std`: the standard deviation over steps of value over count; `value2` sums the squares;
+- `single_noreduce`, `single_noreduce_wcount`: the unreduced value of the last step, without or with its count.
 
-A step whose count is 0 adds nothing to `mean`, `max` and `std`, whatever its value; a NaN that is counted is reported.
+A step whose count is 0 does not contribute to `mean`, `max` and `std`, whatever its value. A NaN with a count is
+reported.
 
-Metrics of the device are summed in float32, those of the host, whose values are NumPy's float64, in float64.
+Metrics on the device are summed in float32, those on the host, which are NumPy float64 values, in float64.
 """
 
 import functools
@@ -44,12 +45,12 @@ def update_metrics(
     """Add the metrics of a step to the accumulated ones; can be jitted and scanned.
 
     Args:
-        global_metrics: The metrics so far, `None` if there are none. They are not changed.
+        global_metrics: The metrics so far, `None` if there are none. They are not modified.
         step_metrics: The metrics of the step.
-        default_log_modes: The modes of metrics that name none themselves; `["mean_nopostfix"]` if not given.
+        default_log_modes: The modes of metrics without `log_modes`; `["mean_nopostfix"]` if not given.
 
     Returns:
-        The accumulated metrics. Names that the step does not have stay as they are.
+        The accumulated metrics. Those that the step does not have are unchanged.
     """
     metrics = {} if global_metrics is None else unfreeze(global_metrics)
     for name, element in step_metrics.items():
@@ -66,19 +67,19 @@ def reduce_step_metrics(
     axis_names: str | Sequence[str],
     default_log_modes: Sequence[str] | None = None,
 ) -> StepMetrics:
-    """Join the step metrics of all devices, inside `jax.shard_map`.
+    """Reduce the step metrics over all devices, inside `jax.shard_map`.
 
-    Values and counts are summed over the devices. A metric whose only mode is `max` is a maximum already: of it the
-    largest value over count of a device is taken, with count 1. A metric that has `max` beside other modes is a sum
-    like any other, and its `max` is the largest mean over all devices of a step.
+    Values and counts are summed over the devices. A metric whose only mode is `max` is a maximum already: the result is
+    the maximum over devices of value over count, with count 1. A metric with `max` and other modes is a sum like any
+    other, and its `max` is the maximum over steps of the mean over all devices.
 
     Args:
         step_metrics: The metrics of this device.
         axis_names: The mesh axes to reduce over.
-        default_log_modes: The modes of metrics that name none themselves, as for `update_metrics`.
+        default_log_modes: The modes of metrics without `log_modes`, as for `update_metrics`.
 
     Returns:
-        The metrics of the whole step, the same on all devices; the log modes pass through.
+        The metrics of the global step, replicated; the log modes are passed through.
     """
     axes = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     reduced = {}
@@ -98,16 +99,16 @@ def reduce_step_metrics(
 def get_metrics(
     global_metrics: Metrics | dict[str, Any], reset_metrics: bool = True, *, keep_empty: bool = True
 ) -> tuple[ImmutableMetrics, dict[str, Any]]:
-    """Bring accumulated metrics to the host as numbers.
+    """Fetch accumulated metrics to the host, and compute the values to log.
 
     Args:
         global_metrics: The accumulated metrics.
-        reset_metrics: Whether to start anew afterwards.
-        keep_empty: Whether a metric without any count is 0, with a warning; otherwise it is left out.
+        reset_metrics: Whether to reset the metrics afterwards.
+        keep_empty: Whether a metric whose count is 0 is reported as 0, with a warning; otherwise it is left out.
 
     Returns:
-        The metrics to go on with, and the numbers under `<name>_<mode>`, or under `<name>` for `mean_nopostfix`. What
-        is not a dictionary of modes passes through.
+        The metrics to continue accumulating with, and the values under `<name>_<mode>`, or under `<name>` for
+        `mean_nopostfix`. Entries that are not dictionaries of modes are passed through.
     """
     if not isinstance(global_metrics, Mapping):
         raise ValueError(f"global_metrics is {global_metrics!r}, but must be what update_metrics has returned.")
@@ -128,10 +129,10 @@ def get_metrics(
 def aggregate_metrics(
     aggregated_metrics: Mapping[str, Any] | None, batch_metrics: Metrics | Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Collect the metrics of one batch after the other on the host.
+    """Aggregate the metrics of successive batches on the host.
 
-    Only what `update_metrics` does not accumulate needs it: the values of `single_noreduce` and both values and counts
-    of `single_noreduce_wcount` are concatenated. Of other modes the newest state is taken.
+    This is only needed for the modes that `update_metrics` does not accumulate: the values of `single_noreduce`, and
+    values and counts of `single_noreduce_wcount`, are concatenated. For other modes, the latest state is kept.
 
     Args:
         aggregated_metrics: The result of the previous call, or an empty dictionary.
@@ -179,7 +180,7 @@ def _is_on_host(x: Any) -> bool:
 
 
 def _to_array(x: Any) -> jax.Array:
-    """Convert to float32 or to an integer type that sums do not soon exceed, and never to a weak type."""
+    """Convert to float32 or to an integer type whose sums do not overflow quickly, without a weak type."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return lax.convert_element_type(x, jnp.float32)
@@ -192,13 +193,13 @@ def _to_count(x: Any) -> jax.Array:
 
 
 def _to_sums(mode: str, value: Number, count: Number) -> Sums:
-    """Return what a step adds to one mode."""
+    """Return the sums that a step adds to one mode."""
     if mode.startswith("single"):
         return {"value": value, "count": count}
     is_counted = count != 0
     if mode in ("mean", "mean_nopostfix"):
         xp, wide = _arithmetic(value)
-        # Sums of integers would overflow after two thousand million tokens, and means turn negative.
+        # Integer sums would overflow after two billion tokens and make means negative.
         value, count = value.astype(wide), count.astype(wide)
         return {"value": xp.where(is_counted, value, xp.zeros_like(value)), "count": count}
     ratio = _ratio(value, count, otherwise=0.0)
@@ -207,7 +208,7 @@ def _to_sums(mode: str, value: Number, count: Number) -> Sums:
 
 
 def _arithmetic(*numbers: Any) -> tuple[Any, Any]:
-    """Return the module to compute with and the precision of sums: those of the host if all numbers are there."""
+    """Return NumPy and float64 if all numbers are on the host, else `jax.numpy` and float32."""
     return (np, np.float64) if all(map(_is_on_host, numbers)) else (jnp, jnp.float32)
 
 
@@ -235,7 +236,7 @@ def _accumulate(mode: str, old: Sums | None, new: Sums) -> Sums:
 def _largest_over_devices(value: jax.Array, count: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
     is_counted = count != 0
     ratio = _ratio(value, count, otherwise=-jnp.inf)
-    # Whether a maximum over devices keeps a NaN depends on the device.
+    # Whether `pmax` propagates NaN depends on the device type.
     largest, any_nan, any_counted = lax.pmax(
         (ratio, jnp.isnan(ratio).astype(int), is_counted.astype(count.dtype)), axes
     )
@@ -244,7 +245,7 @@ def _largest_over_devices(value: jax.Array, count: jax.Array, axes: tuple[str, .
 
 
 def _finish(key: str, mode: str, sums: Mapping[str, Any]) -> Any:
-    """Return the number that a mode reports."""
+    """Return the value that a mode reports."""
     value, count = np.asarray(sums["value"]), np.asarray(sums["count"])
     # Copies: a view of a device's memory would keep it from being donated.
     if mode == "single_noreduce":
@@ -261,7 +262,7 @@ def _finish(key: str, mode: str, sums: Mapping[str, Any]) -> Any:
 
 
 def _standard_deviation(value: np.ndarray, value2: np.ndarray, count: np.ndarray) -> np.ndarray | np.generic:
-    """Return the deviation, in the precision of the sums: of one value it is exactly 0."""
+    """Return the standard deviation, in the precision of the sums; for a single value it is exactly 0."""
     count = count.astype(value.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
         return np.sqrt(np.maximum(value2 / count - np.square(value / count), 0))
@@ -284,7 +285,7 @@ def _to_python(x: Any) -> Any:
 
 
 def _zeros_like(metrics: Metrics | dict[str, Any]) -> Any:
-    """Set every leaf to zero where it is: all arrays of a device at once, which costs as little as one."""
+    """Return zeros for every leaf, on its device or on the host; one program for all device arrays."""
     leaves, structure = jax.tree.flatten(metrics)
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     zeros = iter(_zeros_maker(tuple((x.shape, x.dtype, x.sharding) for x in arrays))())

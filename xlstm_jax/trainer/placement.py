@@ -1,4 +1,4 @@
-"""From the program of one device to one over global arrays: where states, batches and metrics live."""
+"""Placement on a mesh: `jax.shard_map` over global arrays, and the sharding of states, batches and metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,22 +15,22 @@ from xlstm_jax.dataset.batch import Batch
 
 
 def on_mesh(function: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Turn the program of a device into one over global arrays."""
+    """Map a per-device function over a mesh, so that it takes and returns global arrays."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def find_specs(function: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, *arguments: Any) -> PyTree:
-    """Find the partition specs of a device's program, whose results say by their boxes how they are split."""
+    """Return the partition specs of the results of a per-device function, from their `nn.Partitioned` boxes."""
     return nn.get_partition_spec(jax.eval_shape(on_mesh(function, mesh, in_specs, P()), *arguments))
 
 
 def init_sharded(function: Callable, mesh: Mesh, in_specs: Any, *arguments: Any) -> tuple[PyTree, PyTree]:
-    """Run a device's program whose results say by their boxes how they are split: they are born in their places.
+    """Initialise a pytree directly in its final sharding, which is read from its `nn.Partitioned` boxes.
 
     Args:
-        function: The program.
+        function: The per-device function.
         mesh: The mesh.
-        in_specs: How the arguments are split.
+        in_specs: The partition specs of the arguments.
         *arguments: The arguments.
 
     Returns:
@@ -41,7 +41,7 @@ def init_sharded(function: Callable, mesh: Mesh, in_specs: Any, *arguments: Any)
 
 
 def check_rows(batch: Batch, mesh: Mesh | AbstractMesh) -> None:
-    """Refuse a batch whose rows cannot be split over all devices."""
+    """Raise unless the rows of a batch are divisible by the number of devices."""
     num_rows = {x.shape[0] for x in jax.tree.leaves(batch)}
     if any(rows % mesh.size for rows in num_rows):
         raise ValueError(
@@ -51,7 +51,7 @@ def check_rows(batch: Batch, mesh: Mesh | AbstractMesh) -> None:
 
 
 def place_batch(batch: Batch, mesh: Mesh | AbstractMesh, specs: P) -> Batch:
-    """Spread an example batch over a mesh; where there are only shapes, zeros take their place."""
+    """Shard an example batch over a mesh; shapes are replaced by arrays of zeros."""
     if isinstance(mesh, AbstractMesh) or mesh.size == 0:
         raise ValueError(
             f"The mesh {', '.join(mesh.axis_names)} has no devices, so a trainer cannot run on it: pass a "
@@ -69,13 +69,13 @@ def place_batch(batch: Batch, mesh: Mesh | AbstractMesh, specs: P) -> Batch:
 
 
 def shapes_on_mesh(shapes: PyTree, mesh: Mesh | AbstractMesh, spec: P) -> PyTree:
-    """Return the shapes of arrays that are all split over a mesh in the same way."""
+    """Return the shapes of arrays that all have the same sharding over a mesh."""
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
 def zeros_on_mesh(shapes: PyTree, mesh: Mesh) -> FrozenDict:
-    """Return zeros of the given shapes on all devices."""
+    """Return replicated zeros of the given shapes."""
     sharding = NamedSharding(mesh, P())
     zeros = jax.jit(
         lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
@@ -87,12 +87,12 @@ def zeros_on_mesh(shapes: PyTree, mesh: Mesh) -> FrozenDict:
 def compile_step(
     step: Callable, *, donate: Sequence[int], debug: bool, options: Mapping[str, Any] | None = None
 ) -> Callable:
-    """Compile a step that overwrites some of its arguments; in a debugging run, leave it as it is.
+    """Compile a step that donates some of its arguments; in a debugging run, return it uncompiled.
 
     Args:
         step: The step.
-        donate: Which of its arguments it overwrites.
+        donate: The arguments to donate.
         debug: Whether this is a debugging run.
-        options: Options for the compiler.
+        options: The compiler options.
     """
     return step if debug else jax.jit(step, donate_argnums=tuple(donate), compiler_options=dict(options or {}) or None)

@@ -1,4 +1,4 @@
-"""No token id reaches a model that has no row for it."""
+"""Check that all token ids of the data are within the vocabulary of the model."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,33 +13,33 @@ from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary, check_vocabulari
 
 
 class TokenCheck:
-    """Compares the token ids of data with those of a model.
+    """Checks that the token ids of data are within the vocabulary of a model.
 
-    What is known before data is read is compared at the start of a run: the vocabularies of loaders and of callbacks
-    that tokenise texts. Then the host looks at each batch. The loaders of this package do so before a batch goes to the
-    devices. Batches of other loaders are looked at where they are NumPy arrays or lie in the memory of the host; of
-    those that lie on accelerators, only the first one of each pass, as the host would have to wait for every one.
+    At the start of a run, before data is read, it compares the vocabularies of loaders and of callbacks that tokenise
+    texts. Then the host checks each batch. The loaders of this package do so before a batch is copied to the devices.
+    Batches of other loaders are checked if they are NumPy arrays or in host memory; of batches on accelerators, only
+    the first one of each pass is checked, as the host has to wait for each check.
 
     Args:
-        num_ids: The number of token ids of the model; `None` if the model has no such number: nothing is compared.
+        num_ids: The vocabulary size of the model; `None` if the model has none: nothing is checked.
     """
 
     def __init__(self, num_ids: int | None):
         self.num_ids = num_ids
 
     def check_data(self, loaders: Mapping[str, Any], vocabularies: Mapping[str, Vocabulary | None]) -> None:
-        """Raise unless the model has all token ids of some loaders, and all texts are of one tokenizer.
+        """Raise unless the model has all token ids of the loaders, and all texts use the same tokenizer.
 
         Args:
-            loaders: Loaders by name, of which each may be several by name, or `None`.
-            vocabularies: Those of tools that make texts into tokens.
+            loaders: Loaders by name; each may be one loader, several by name, or `None`.
+            vocabularies: The vocabularies of tools that tokenise texts.
         """
         found = {name: getattr(loader, "vocabulary", None) for name, loader in _flatten(loaders)}
         known = {name: vocabulary for name, vocabulary in found.items() if isinstance(vocabulary, Vocabulary)}
         check_vocabularies(self.num_ids, {**known, **vocabularies})
 
     def check_batches(self, batches: Iterator, loader: Any) -> Iterator[Any]:
-        """Yield batches, each after its token ids have been compared.
+        """Yield batches, each after checking its token ids.
 
         Args:
             batches: The batches.
@@ -55,7 +55,7 @@ class TokenCheck:
             yield batch
 
     def check_batch(self, batch: Any, loader: Any, *, is_first: bool = True) -> None:
-        """Compare the token ids of a batch; see `check_batches`."""
+        """Check the token ids of a batch; see `check_batches`."""
         if self.num_ids is None:
             return
         if isinstance(loader, PackagedIterator):
@@ -68,10 +68,10 @@ class TokenCheck:
             self._check_range(f"The {name} of a batch", smallest, largest)
 
     def check_ids(self, name: str, ids: Any) -> None:
-        """Compare some token ids.
+        """Check some token ids.
 
         Args:
-            name: What they are of, for messages.
+            name: The name of their source, for messages.
             ids: The ids, as an array or a sequence of numbers.
         """
         if self.num_ids is not None and np.size(ids):

@@ -1,4 +1,4 @@
-"""How a step calls the functions that users write: with which rows, arguments and context."""
+"""Adapters with which a step calls user functions: their rows, arguments and context."""
 
 import contextvars
 import inspect
@@ -14,16 +14,16 @@ from xlstm_jax.distributed.array_utils import axis_size
 
 
 class StepContext(NamedTuple):
-    """What a loss function may know about the step that its rows are a part of."""
+    """The context of a step that is passed to a loss function."""
 
     train: bool = True
-    """Whether the step trains; otherwise it evaluates."""
+    """Whether it is a training step; otherwise it evaluates."""
     mutable_variables: PyTree = None
     """The variables of the model that are not parameters."""
     num_targets: jax.Array | None = None
-    """The targets of the global batch, each counted once per device that works on it; `None` if not counted."""
+    """The number of targets of the global batch, each counted once per device that has it; `None` if not counted."""
     num_parts: int | None = None
-    """The number of minibatches that the global batch is split into, over all devices; `None` outside a step."""
+    """The number of minibatches of the global batch over all devices; `None` outside of a step."""
 
 
 StepLoss = Callable[[PyTree, Callable, Batch, jax.Array, StepContext], Any]
@@ -33,16 +33,16 @@ _CONTEXT: contextvars.ContextVar[StepContext | None] = contextvars.ContextVar("s
 
 
 def current_context() -> StepContext | None:
-    """Return the context of the documented loss function that a step is calling; `None` outside a step.
+    """Return the context of the step that is calling a documented loss function; `None` outside of a step.
 
-    A loss function of the documented signature has no argument for it. One that is called by an override, through
-    `super`, still has to know it.
+    A loss function of the documented signature has no argument for the context, but needs it, even if an override calls
+    it through `super`.
     """
     return _CONTEXT.get()
 
 
 def documented_loss(function: Callable) -> StepLoss:
-    """Adapt a loss function of the documented signature to steps.
+    """Adapt a loss function of the documented signature to the `StepLoss` signature.
 
     Args:
         function: Called as `function(params, apply_fn, batch, rng, train=train)`, and with `mutable_variables` if it
@@ -62,13 +62,13 @@ def documented_loss(function: Callable) -> StepLoss:
 
 
 def takes_argument(function: Callable, name: str) -> bool:
-    """Check whether a function has a parameter of a name, or takes any keyword arguments."""
+    """Check whether a function has a parameter of the given name, or takes arbitrary keyword arguments."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def gather_rows(batch: Batch, axis_names: Sequence[str]) -> Batch:
-    """Gather the rows of the devices that differ only in the pipeline and model axes, in the order of the devices."""
+    """All-gather rows over the pipeline and model axes, in the order of the devices."""
     shared = tuple(axis for axis in axis_names[2:] if axis_size(axis) > 1)
     return jax.tree.map(lambda x: lax.all_gather(x, shared, axis=0, tiled=True), batch) if shared else batch
 

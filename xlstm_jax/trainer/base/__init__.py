@@ -1,1 +1,1 @@
-"""The trainer and what it knows about parameters."""
+"""The trainer and its parts."""

@@ -106,7 +106,7 @@ def judge(
     """Decide about a step, inside `jax.shard_map`.
 
     Args:
-        guard: What the steps so far were like.
+        guard: The counts and averages of the steps so far.
         config: Which steps are bad.
         step: The number of the step, from 1.
         loss: The loss over all devices.
@@ -114,7 +114,7 @@ def judge(
         axis_names: The mesh axes.
 
     Returns:
-        What becomes of the step, the same on all devices, and what the steps were like including it.
+        The verdict on the step, the same on all devices, and the counts and averages including it.
     """
     is_bad = ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
     is_warm = guard.num_good >= config.spike_warmup_steps

@@ -1,4 +1,4 @@
-"""What can be done at certain points of a training run, without changing its loop."""
+"""Callbacks: hooks that run at certain points of a training run."""
 
 from xlstm_jax.trainer.callbacks.callback import Callback, CallbackConfig
 from xlstm_jax.trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig, load_pretrained_model

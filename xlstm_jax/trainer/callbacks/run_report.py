@@ -79,7 +79,7 @@ class RunReport(Callback):
             self._try(self._write)
 
     def finalize(self, status: str | None = None) -> None:
-        """Write the report of the whole run, if it was started."""
+        """Write the final report of the run, if training was started."""
         if not self._has_started:
             return
         self._has_started = False

@@ -1,1 +1,1 @@
-"""Evaluation of trained models on the tasks of others."""
+"""Evaluation of trained models on public benchmark tasks."""

@@ -1,1 +1,1 @@
-"""Language models: their loss, their trainer, and what a trainer needs beyond it."""
+"""Training of language models: loss, trainer and generation."""

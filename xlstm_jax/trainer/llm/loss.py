@@ -1,4 +1,4 @@
-"""The loss of a language model: the mean over the targets of the global batch, for any mesh and padding."""
+"""The loss of a language model: the mean over all targets of the global batch, on any mesh and with any padding."""
 
 import math
 import re
@@ -45,17 +45,17 @@ def next_token_loss(
     Args:
         params: The parameters.
         apply_fn: The `apply` method of the model. A model that takes `targets` returns losses and hits, and never
-            materialises all logits; others return the logits of the whole sequence or, like `TPLMHead`, of this
-            device's part of it.
-        batch: This device's rows, the same on all devices of the pipeline and model axes.
+            materialises all logits; others return the logits of the full sequence or, like `TPLMHead`, of this device's
+            shard of it.
+        batch: This device's rows, replicated over the pipeline and model axes.
         rng: The key for dropout, which differs between devices with different rows.
-        context: The step that the batch is a part of. Without `num_targets`, the loss is the mean over this device's
-            targets.
+        context: The context of the step. Without `num_targets`, the loss is the mean over this device's targets.
         axis_names: The mesh axes.
-        log_logit_stats: Whether to report norms, deviations and maxima of the logits, which are then all materialised.
+        log_logit_stats: Whether to report norms, standard deviations and maxima of the logits, which materialises all
+            logits.
 
     Returns:
-        The loss; metrics, in which each target of the whole batch counts once; and the new mutable variables.
+        The loss; metrics, in which each target of the global batch counts once; and the new mutable variables.
     """
     mutable_variables = context.mutable_variables or {}
     rng = fold_rng_over_axis(rng, tuple(axis_names[:2]))
@@ -96,10 +96,10 @@ def add_perplexities(metrics: dict[str, Any], bytes_per_token: float | None = No
 
     Args:
         metrics: The metrics on the host.
-        bytes_per_token: The mean bytes of a token; with it, each loss gets `bits_per_byte` in the same way.
+        bytes_per_token: The mean number of bytes in a token; if given, `bits_per_byte` of each loss is added too.
 
     Returns:
-        The metrics with the added ones.
+        The metrics, including the added ones.
     """
     added = {}
     for name, loss in metrics.items():
@@ -121,12 +121,12 @@ def losses_and_hits(logits: jax.Array, targets: jax.Array, model_axis: str) -> t
     """Return the loss of each target, NaN if it is outside the vocabulary, and whether it has the largest logit.
 
     Args:
-        logits: The logits `[batch, length, vocab]`, whole or this device's part of the sequence, as of `TPLMHead`.
-        targets: The targets `[batch, length]`, whole.
-        model_axis: The mesh axis over which the sequence may be split.
+        logits: The logits `[batch, length, vocab]`, of the full sequence or of this device's shard, as of `TPLMHead`.
+        targets: The targets `[batch, length]` of the full sequence.
+        model_axis: The mesh axis over which the sequence may be sharded.
 
     Returns:
-        Both for all targets.
+        Losses and hits of all targets.
     """
     size = axis_size(model_axis)
     num_rows, length = targets.shape
@@ -151,7 +151,7 @@ def losses_and_hits(logits: jax.Array, targets: jax.Array, model_axis: str) -> t
 
 
 def _counts_once(axis_names: Sequence[str]) -> jax.Array:
-    """Return 1 on one of the devices that work on the same rows, and 0 on the others."""
+    """Return 1 on one of the devices that have the same rows, and 0 on the others."""
     return jnp.asarray(axis_index(tuple(axis_names[2:])) == 0, jnp.int32)
 
 

@@ -30,26 +30,26 @@ def generate_tokens(
     fsdp_axis_name: str = "fsdp",
     param_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Continue sequences of tokens; inside a mesh, those of this device.
+    """Continue sequences of tokens; inside `jax.shard_map`, those of this device.
 
     Args:
-        state: The train state. Its `apply_fn` is that of a model which takes a `state` and has `init_state`. If it also
-            takes `last_only`, the logits of a prompt are never held but for its last position.
-        rng: The random key, the same on all devices.
-        prefix_tokens: How the sequences begin, `[batch, length]`, or `[batch]` for one token each.
-        prefix_mask: Which of them are given; the others are generated.
+        state: The train state. Its `apply_fn` is that of a model which takes a `state` and has `init_state`. If the
+            model also takes `last_only`, only the logits of the last position of a prompt are materialised.
+        rng: The random key, replicated.
+        prefix_tokens: The prefixes of the sequences, `[batch, length]`, or `[batch]` for one token each.
+        prefix_mask: Which tokens of the prefixes are given; the others are generated.
         cache: The state of the model before the first token; empty by default.
         max_length: The length of the sequences.
-        eod_token_id: A sequence ends after this token has been generated; below 0, none ends early.
+        eod_token_id: A sequence ends once this token is generated; below 0, none ends early.
         token_sample_fn: Chooses tokens from logits and a key.
-        gather_params_once: Whether to gather parameters that are split over devices once, rather than for each token:
-            faster, if they fit.
-        data_axis_name: The mesh axis over which rows are split.
-        fsdp_axis_name: The mesh axis over which rows and parameters are split.
+        gather_params_once: Whether to all-gather sharded parameters once, not for each token: faster, if they fit in
+            memory.
+        data_axis_name: The mesh axis over which rows are sharded.
+        fsdp_axis_name: The mesh axis over which rows and parameters are sharded.
         param_dtype: The precision of the parameters; their own by default.
 
     Returns:
-        The tokens `[batch, max_length]`, zeros after the end of a sequence, and which of them belong to it.
+        The tokens `[batch, max_length]`, zeros after the end of a sequence, and a mask of the tokens before its end.
     """
     prefix_tokens, prefix_mask = as_rows(prefix_tokens, prefix_mask)
     params = get_eval_params(getattr(state, "opt_state", ()), state.params)

@@ -32,12 +32,12 @@ GenerateFn = Callable[..., tuple[jax.Array, jax.Array]]
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class LLMTrainerConfig(TrainerConfig):
-    """How a language model is trained."""
+    """Config of the training of a language model."""
 
     log_logit_stats: bool = False
-    """Report norms, deviations and maxima of logits, which materialises all logits of a minibatch."""
+    """Report norms, standard deviations and maxima of logits, which materialises all logits of a minibatch."""
     bytes_per_token: float | None = None
-    """The mean bytes of text in a token, 1 for a model of bytes. With it, losses are reported as bits per byte too."""
+    """The mean bytes of text in a token, 1 for byte-level models. If set, losses are reported in bits per byte too."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -46,7 +46,7 @@ class LLMTrainerConfig(TrainerConfig):
 
 
 class LLMTrainer(TrainerModule):
-    """Trains a language model on `LLMBatch`es. The loss is the mean over all targets of the batch except padding."""
+    """Trains a language model on `LLMBatch`es. The loss is the mean over all targets of the batch without padding."""
 
     config_class = LLMTrainerConfig
     trainer_config: LLMTrainerConfig
@@ -77,12 +77,12 @@ class LLMTrainer(TrainerModule):
         )
 
     def get_metric_postprocess_fn(self) -> Callable[[HostMetrics], HostMetrics]:
-        """Return a function that adds perplexities, and bits per byte where the bytes of a token are known."""
+        """Return a function that adds perplexities, and bits per byte if `bytes_per_token` is set."""
         return functools.partial(add_perplexities, bytes_per_token=self.trainer_config.bytes_per_token)
 
     @classmethod
     def example_batch(cls, num_rows: int) -> Batch:
-        """Return the shapes of a batch of some length."""
+        """Return the shapes of a batch with a default length."""
         return LLMBatch.get_dtype_struct(num_rows, EXAMPLE_LENGTH)
 
     def get_generate_fn(
@@ -162,7 +162,7 @@ class LLMTrainer(TrainerModule):
         exmp_batch: LLMBatch | None = None,
         cache_init_fn: Callable[[PyTree], PyTree] | None = None,
     ) -> Callable[[TrainState, LLMBatch, Metrics | None], ImmutableMetrics]:
-        """Return an evaluation step that reads a batch chunk by chunk, in the memory of one chunk.
+        """Return an evaluation step that reads a batch chunk by chunk, with the memory of one chunk.
 
         Args:
             chunk_size: The number of tokens of a chunk.
@@ -255,7 +255,7 @@ def _first(cache: PyTree) -> PyTree:
 
 
 def _given_tokens(prefix_tokens: Any, prefix_mask: Any) -> np.ndarray:
-    """Return the given tokens of prefixes; the first one of each prefix always is given."""
+    """Return which tokens of prefixes are given; the first one of each prefix always is."""
     tokens = to_host(prefix_tokens)
     if prefix_mask is None or tokens.ndim == 1:
         return tokens
@@ -265,16 +265,16 @@ def _given_tokens(prefix_tokens: Any, prefix_mask: Any) -> np.ndarray:
 
 
 def _pad_rows(x: jax.Array, multiple: int) -> jax.Array:
-    """Repeat the last row until the number of rows is divisible."""
+    """Pad a batch with copies of its last row, until the number of rows is divisible."""
     return jnp.pad(x, ((0, -x.shape[0] % multiple), (0, 0)), mode="edge")
 
 
 def _pad_columns(batch: LLMBatch, multiple: int) -> LLMBatch:
-    """Pad the columns to whole chunks, and keep the document borders of the unpadded batch."""
+    """Pad the columns to a multiple of the chunk size, and keep the document borders of the unpadded batch."""
     batch = dataclasses.replace(batch, _document_borders=batch.get_document_borders())
     return _map_columns(lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple))), batch)
 
 
 def _map_columns(function: Callable[[jax.Array], jax.Array], batch: LLMBatch) -> LLMBatch:
-    """Apply a function to arrays of tokens, and leave those with one entry per row."""
+    """Apply a function to the arrays with one entry per token, and leave those with one entry per row unchanged."""
     return jax.tree.map(lambda x: function(x) if x.ndim > 1 else x, batch)

@@ -1,4 +1,4 @@
-"""Where the numbers and the messages of a run go."""
+"""Logging of the metrics and the messages of a run."""
 
 from xlstm_jax.trainer.logger.base_logger import Logger, LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLoggerConfig

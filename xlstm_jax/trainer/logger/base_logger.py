@@ -1,4 +1,4 @@
-"""The logger of a run: from metrics on the device to rows in the tools that keep them."""
+"""The logger of a run: it fetches metrics from the devices and passes them as rows to logging tools."""
 
 import contextlib
 import dataclasses
@@ -22,10 +22,10 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class LoggerToolsConfig(ConfigDict):
-    """Base of the configs of tools."""
+    """Base class of the configs of logging tools."""
 
     target_example: ClassVar[str] = "xlstm_jax.trainer.logger.FileLoggerConfig"
-    """Settings have to name the class of a tool: an example of one."""
+    """An example of the class of a tool, which settings have to name."""
 
     def create(self, logger: "Logger") -> "LoggerTool":
         """Build the tool that this config describes."""
@@ -34,18 +34,18 @@ class LoggerToolsConfig(ConfigDict):
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class LoggerConfig(ConfigDict):
-    """How often a run logs, and where to."""
+    """How often and where a run logs."""
 
     log_every_n_steps: int = 1
     """Log the training metrics every n steps."""
     log_path: Path | None = None
     """The folder of the run; with `None`, no files are written."""
     log_tools: list[LoggerToolsConfig] = dataclasses.field(default_factory=list)
-    """Where metrics are written, such as files or WandB."""
+    """The tools that metrics are logged to, such as files or WandB."""
     cmd_logging_name: str = "output"
-    """Messages go to the file of this name in `log_path`, with the suffix `.log`."""
+    """Messages are written to the file of this name in `log_path`, with the suffix `.log`."""
     print_level: str = "WARNING"
-    """The lowest level of messages that are printed to stdout; the file has all of them."""
+    """The lowest level of messages that are printed to stdout; the log file has all levels."""
 
     def __post_init__(self):
         check_numbers(self, LoggerConfig)
@@ -61,28 +61,28 @@ class LoggerConfig(ConfigDict):
 
 
 class LoggerTool:
-    """A place that metrics go to. Each hook does nothing unless a subclass overrides it."""
+    """A destination of metrics. Each hook does nothing unless a subclass overrides it."""
 
     def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
-        """Keep the config of the run, or its configs by name."""
+        """Log the config of the run, or its configs by name."""
 
     def setup(self) -> None:
-        """Get ready for a training run. Configs and metrics may come before it, and runs one after the other."""
+        """Prepare for a training run. It may be called for several runs, and after configs or metrics are logged."""
 
     def drop_after(self, step: int) -> None:
-        """Forget what was logged after `step`, as the run goes on from there and logs those steps again."""
+        """Drop the rows after `step`, as the run resumes there and will log those steps again."""
 
     def drop_step(self, step: int, mode: str) -> None:
-        """Forget what was logged in a mode at `step`, as it is about to be logged again."""
+        """Drop the rows of a mode at `step`, which are about to be logged again."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
-        """Keep the metrics of a step. Scalars are Python's, others are NumPy arrays or tuples of them."""
+        """Log the metrics of a step. Scalars are Python numbers, others are NumPy arrays or tuples of them."""
 
     def log_text(self, name: str, text: str, step: int) -> None:
-        """Keep a text, such as one that the model has written."""
+        """Log a text, such as a generated sample."""
 
     def finalize(self, status: str) -> None:
-        """Write what is not yet written; `status` is `success`, `nan`, `skipped`, `interrupted` or `error`."""
+        """Flush pending writes; `status` is `success`, `nan`, `skipped`, `interrupted` or `error`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,30 +91,30 @@ class _Epoch:
     mode: str
     start_time: float
     start_of_steps: float
-    """What `Logger.step_clock` read."""
+    """The value of `Logger.step_clock` at the start."""
 
 
 class Logger:
-    """Turns the metrics of a run into numbers every few steps and hands them to all tools.
+    """Fetches the metrics of a run every few steps and passes them to all tools.
 
-    A validation within a training epoch is an epoch of its own: its mode holds until it ends. All processes fetch
-    metrics and look for NaNs, so that all come to the same decisions; the tools run in the first process only. A tool
-    that fails, of a full disk or a lost connection, does not end the run: a warning says so, once for each kind of
-    error and tool.
+    A validation within a training epoch is a nested epoch, whose mode is current until it ends. All processes fetch
+    metrics and check for NaN, so that all make the same decisions; the tools run in the first process only. A tool that
+    fails, for example on a full disk or a lost connection, does not end the run: a warning is logged once for each tool
+    and kind of error.
 
     Args:
-        config: How often to log, and where to; with `None`, steps are never logged and messages are left as they are.
-        metric_postprocess_fn: Returns the metrics to log from those on the host, such as a perplexity beside each loss.
+        config: How often and where to log; with `None`, steps are never logged and message handlers are unchanged.
+        metric_postprocess_fn: Returns the metrics to log from those on the host, for example with added perplexities.
 
     Attributes:
         log_path: The folder of the run, or `None`.
         log_tools: The tools, none in processes other than the first.
-        found_nans: Whether a metric that `log_step` logged was NaN since training started.
-        epoch: The index of the current epoch, or else of the last.
-        monitors: Functions from a row of `log_step` and its step to numbers that are added to the row.
-        monitored_names: The names of these numbers, as of the last row.
-        step_clock: Reads the seconds that count as time of steps. The trainer's clock leaves out compilation,
-            checkpoints and evaluations; by default, all time counts but that of epochs within another.
+        found_nans: Whether `log_step` has logged a NaN since training started.
+        epoch: The index of the current or the last epoch.
+        monitors: Functions from a row of `log_step` and its step to further numbers for the row.
+        monitored_names: The names of these numbers in the last row.
+        step_clock: Returns the seconds that count as step time. The trainer's clock excludes compilation, checkpoints
+            and evaluations; by default, only the time of nested epochs is excluded.
     """
 
     def __init__(
@@ -145,23 +145,23 @@ class Logger:
         return self._open_epochs[-1].mode if self._open_epochs else "default"
 
     def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
-        """Hand the config of the run, or its configs by name, to all tools."""
+        """Log the config of the run, or its configs by name, with all tools."""
         for tool in self.log_tools:
             with self._tolerate_errors_of(tool):
                 tool.log_config(config)
 
     def log_text(self, name: str, text: str, step: int) -> None:
-        """Hand a text, such as one that the model has written, to all tools."""
+        """Log a text, such as a generated sample, with all tools."""
         for tool in self.log_tools:
             with self._tolerate_errors_of(tool):
                 tool.log_text(name, text, step)
 
     def on_training_start(self, step: int | None = None) -> None:
-        """Set up all tools and forget the NaNs of earlier runs.
+        """Set up all tools and reset `found_nans`.
 
         Args:
-            step: The step that training starts from. Tools that can do so drop what was logged after it; with `None`,
-                they keep all.
+            step: The step that training starts from. Tools that support it drop later rows; with `None`, all rows are
+                kept.
         """
         self.found_nans = False
         self._reported.clear()
@@ -172,13 +172,13 @@ class Logger:
                 tool.setup()
 
     def drop_after(self, step: int) -> None:
-        """Let the tools that can drop what was logged after a step: the run goes on from there."""
+        """Drop the rows after a step, in the tools that support it: the run resumes there."""
         for tool in self.log_tools:
             with self._tolerate_errors_of(tool):
                 tool.drop_after(step)
 
     def start_epoch(self, epoch: int, step: int, mode: str = "train") -> None:
-        """Begin an epoch, also within another."""
+        """Start an epoch, possibly nested in another."""
         LOGGER.info("Starting epoch %d at step %d in mode %s.", epoch, step, mode)
         now = self.step_clock()
         if not self._open_epochs:
@@ -187,21 +187,21 @@ class Logger:
         self.epoch = epoch
 
     def is_due(self, step: int) -> bool:
-        """Check whether the metrics of a step are logged."""
+        """Return whether the metrics of a step are logged."""
         return step % self.config.log_every_n_steps == 0
 
     def log_step(self, metrics: Metrics | dict[str, Any], step: int) -> Metrics | dict[str, Any]:
-        """Log the metrics if it is time to.
+        """Log the metrics every `log_every_n_steps` steps.
 
-        The mean seconds of a step since the last log, or since `restart_timer`, are added as `step_time`. Validations
-        in between do not count.
+        The mean seconds per step since the last log, or since `restart_timer`, are added as `step_time`, without the
+        time of validations.
 
         Args:
-            metrics: The metrics that have accumulated on the device.
-            step: The number of steps since the start of training, this one included.
+            metrics: The accumulated metrics on the device.
+            step: The number of steps since the start of training, including this one.
 
         Returns:
-            The metrics to go on with: set to zero after a log, else as they came.
+            The metrics to continue accumulating with: reset if they were logged, else unchanged.
         """
         if not self.is_due(step):
             return metrics
@@ -218,11 +218,11 @@ class Logger:
         return metrics
 
     def restart_timer(self, step: int) -> None:
-        """Measure the time of steps from now on, after `step` of them: that of the first was mostly compilation."""
+        """Restart the timing of steps after `step` steps, as the first one was mostly compilation."""
         self._last_log = (self.step_clock(), step)
 
     def log_host_metrics(self, host_metrics: Mapping[str, Any], step: int, mode: str | None = None) -> None:
-        """Log numbers that are on the host already, under the current mode unless another is given."""
+        """Log numbers on the host, in the current mode by default."""
         host_metrics = {name: _to_host(value) for name, value in host_metrics.items()}
         mode = mode or self.mode
         step_again, modes_again = self._logged_again
@@ -236,9 +236,9 @@ class Logger:
 
     @contextlib.contextmanager
     def logs_again(self, step: int) -> Iterator[None]:
-        """Let rows of a step that are logged in this context replace those of the same mode that are there.
+        """Let rows that are logged in this context replace existing rows of the same step and mode.
 
-        An evaluation that a kill cut short is made up for: the rows that it had logged would be there twice.
+        It is used to repeat an evaluation that was cut short by a kill, whose rows would be there twice otherwise.
         """
         self._logged_again = step, set()
         try:
@@ -249,15 +249,15 @@ class Logger:
     def end_epoch(
         self, metrics: Metrics | dict[str, Any] | None, step: int
     ) -> tuple[Metrics | dict[str, Any] | None, dict[str, Any]]:
-        """End the current epoch and go back to the one around it.
+        """End the current epoch and return to the enclosing one.
 
         Args:
-            metrics: The metrics that have accumulated on the device; `None` if there was no batch.
+            metrics: The accumulated metrics on the device; `None` if there was no batch.
             step: The number of steps since the start of training.
 
         Returns:
-            The metrics as they came, and what was logged: the seconds of the epoch as `epoch_time`, and the metrics
-            unless the mode is `train`, whose metrics are logged by step.
+            The unchanged metrics, and the logged row: the seconds of the epoch as `epoch_time`, and the metrics unless
+            the mode is `train`, whose metrics are logged by step.
         """
         if not self._open_epochs:
             raise ValueError("There is no epoch to end: call `start_epoch` first.")
@@ -276,11 +276,11 @@ class Logger:
         return metrics, host_metrics
 
     def leave_epoch(self) -> None:
-        """End the current epoch without a row: a signal has interrupted it, and a resumed run will log its end."""
+        """End an epoch that a signal has interrupted, without logging a row: the resumed run logs its end."""
         self._open_epochs.pop()
 
     def finalize(self, status: str) -> None:
-        """End the run: `status` is `success`, `nan`, `skipped`, `interrupted` or `error`. Another run may follow."""
+        """End the run: `status` is `success`, `nan`, `skipped`, `interrupted` or `error`. Further runs may follow."""
         LOGGER.info("The run ended with status %s.", status)
         self._open_epochs.clear()
         for tool in self.log_tools:
@@ -329,4 +329,4 @@ def _has_nan(value: Any) -> bool:
     if not isinstance(value, float | np.ndarray | np.generic | jax.Array):
         return False
     array = np.asarray(value)
-    return bool(np.any(array != array))  # Unlike `np.isnan`, this takes arrays of any type.
+    return bool(np.any(array != array))  # Unlike `np.isnan`, this supports arrays of any type.

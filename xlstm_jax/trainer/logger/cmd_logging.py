@@ -1,7 +1,8 @@
-"""Messages of the package on stdout and in a file.
+"""Handlers that write the log messages of the package to stdout and to a file.
 
-Everything here acts on the logger `xlstm_jax`. The root logger keeps its handlers and its level. If it has handlers,
-messages still reach it; where it prints them itself, they are not printed twice.
+Everything here changes only the logger `xlstm_jax`; the handlers and the level of the root logger are unchanged. If the
+root logger has handlers, messages are propagated to it; if these print to the same stream, messages are not printed
+twice.
 """
 
 import logging
@@ -20,7 +21,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _StdoutHandler(logging.Handler):
-    """Writes to what stdout is at the time: it may be replaced or captured."""
+    """Writes to the current `sys.stdout`, which may be replaced or captured at any time."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if _root_prints():
@@ -33,12 +34,12 @@ class _StdoutHandler(logging.Handler):
 
 
 class _LogFileHandler(logging.FileHandler):
-    """Tells our file from those that users add, and says once if it cannot be written, as on a full disk."""
+    """The handler of our log file, as opposed to handlers of users; a failed write is reported once."""
 
     _has_failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Say in a line what is wrong with the file; what is wrong with a message is reported as usual."""
+        """Report an error of the file in one line, and an error of a message as usual."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -48,7 +49,7 @@ class _LogFileHandler(logging.FileHandler):
 
 
 class _ExceptionLogger:
-    """Logs an exception, unless it is an interrupt, and hands it on."""
+    """Logs an exception, unless it is an interrupt, and calls the previous hook."""
 
     def __init__(self, previous: Callable[[type[BaseException], BaseException, TracebackType | None], Any]):
         self.previous = previous
@@ -62,31 +63,31 @@ class _ExceptionLogger:
 
 
 def setup_logging(logfile: str | Path | None = "output.log") -> None:
-    """Send the messages of a single process to stdout and to the end of a file.
+    """Log the messages of a single process to stdout and append them to a file.
 
     A second call replaces the file and the format of the first.
 
     Args:
-        logfile: The file, whose folder is made if needed; `None` for stdout alone.
+        logfile: The file, whose folder is created if needed; `None` for stdout only.
     """
     _setup(logfile, rank="", level=get_loglevel())
 
 
 def setup_logging_multiprocess(logfile: str | Path | None = "output.log", print_level: str = "DEBUG") -> None:
-    """Do as `setup_logging`, with the rank in each line, and only errors from processes other than the first.
+    """Set up logging with the rank in each line; processes other than the first only log errors.
 
-    This starts JAX's backends, so `jax.distributed.initialize` has to come before it.
+    This initialises the JAX backends, so call `jax.distributed.initialize` first.
 
     Args:
         logfile: As for `setup_logging`.
-        print_level: Messages below this level are in the file only.
+        print_level: Messages below this level are written to the file only.
     """
     rank = jax.process_index()
     _setup(logfile, rank=f"[R{rank}]", level=get_loglevel() if rank == 0 else "ERROR", print_level=print_level)
 
 
 def get_loglevel() -> str:
-    """Return the level that the environment variable `LOGLEVEL` asks for, `INFO` if it is not set."""
+    """Return the level in the environment variable `LOGLEVEL`, `INFO` if it is not set."""
     level = os.environ.get("LOGLEVEL", "INFO").upper()
     if level not in LEVELS:
         raise ValueError(f"LOGLEVEL is {level!r}: choose from {', '.join(LEVELS)}.")
@@ -94,7 +95,7 @@ def get_loglevel() -> str:
 
 
 def setup_exception_logging() -> None:
-    """Log what ends the program, then do as before: this replaces `sys.excepthook`, and nothing else calls it."""
+    """Log uncaught exceptions: wrap `sys.excepthook`. The package never calls this itself."""
     if not isinstance(sys.excepthook, _ExceptionLogger):
         sys.excepthook = _ExceptionLogger(sys.excepthook)
 
@@ -113,12 +114,12 @@ def _setup(logfile: str | Path | None, *, rank: str, level: str, print_level: st
         PACKAGE_LOGGER.addHandler(handler)
     PACKAGE_LOGGER.setLevel(level)
     if not logging.getLogger().handlers:
-        # The first message of absl, which Orbax uses, gives the root logger a handler. It would print ours too.
+        # The first message of absl, which Orbax uses, adds a handler to the root logger that would print ours too.
         PACKAGE_LOGGER.propagate = False
 
 
 def _root_prints() -> bool:
     streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
-    # While a live line is drawn, rich puts a proxy in the place of each stream.
+    # During a live display, rich replaces each stream by a proxy.
     printed = [sys.stdout, sys.stderr, *(getattr(x, "rich_proxied_file", x) for x in (sys.stdout, sys.stderr))]
     return PACKAGE_LOGGER.propagate and any(stream in printed for stream in streams if stream)

@@ -1,4 +1,4 @@
-"""The progress of a run on the console: one live line in a terminal, plain lines elsewhere."""
+"""Progress of a run on the console: a live line in a terminal, plain lines elsewhere."""
 
 import atexit
 import dataclasses
@@ -23,7 +23,7 @@ MOST_RESULTS = 8
 MOST_LINES = 8
 BAR_WIDTH = 12
 PAUSES = ("checkpoint_time", "evaluation_time")
-"""Time between steps, which is no part of their throughput and of the time that is left."""
+"""Time between steps, which is excluded from the throughput and the remaining time."""
 SHORTEST_PAUSE = 0.1
 """Seconds; shorter ones are not shown."""
 SEPARATOR = "  "
@@ -31,12 +31,12 @@ SEPARATOR = "  "
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class ConsoleLoggerConfig(LoggerToolsConfig):
-    """How progress is shown."""
+    """How progress is displayed."""
 
     live: bool | None = None
-    """Whether to draw a line that is always the last; with `None`, if stdout is a terminal that can."""
+    """Whether to draw a live line below the messages; with `None`, if stdout is a terminal that supports it."""
     references: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Bits per byte to compare those of evaluations with, such as what a compressor reaches on the same bytes."""
+    """Bits per byte by name to compare evaluations with, such as those of a compressor on the same bytes."""
 
     def create(self, logger: Logger) -> "ConsoleLogger":
         """Build the tool."""
@@ -44,16 +44,15 @@ class ConsoleLoggerConfig(LoggerToolsConfig):
 
 
 class ConsoleLogger(LoggerTool):
-    """Shows where training is, how it does and when it ends, and the results of each evaluation.
+    """Displays the progress, the metrics and the remaining time of training, and the results of each evaluation.
 
-    In a terminal, messages appear above the live line. It is drawn when metrics are logged and at no other time, so
-    that steps cost nothing. Rows of `train` without any metric that is shown here, such as learning rates, are passed
-    over.
+    In a terminal, messages appear above the live line. The line is drawn only when metrics are logged, so steps have no
+    overhead. Rows of `train` without any displayed metric are skipped.
 
     Args:
-        config: How to show progress.
-        logger: The logger, of which nothing is needed.
-        console: Where to; stdout if not given.
+        config: How to display progress.
+        logger: The logger, which is unused.
+        console: The console to write to; stdout by default.
     """
 
     def __init__(self, config: ConsoleLoggerConfig, logger: Logger, console: Console | None = None):
@@ -66,11 +65,11 @@ class ConsoleLogger(LoggerTool):
         self._step_time: float | None = None
 
     def setup(self) -> None:
-        """Forget the length and the speed of an earlier run."""
+        """Reset the length and the speed of an earlier run."""
         self._num_steps = self._step_time = None
 
     def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
-        """Show a row."""
+        """Display a row."""
         if mode == "dataset":
             self._num_steps = metrics.get("num_train_steps")
         elif mode == "train":
@@ -83,13 +82,13 @@ class ConsoleLogger(LoggerTool):
             self._show_line(SEPARATOR.join([f"{mode} at step {step}", *parts]))
 
     def log_text(self, name: str, text: str, step: int) -> None:
-        """Show the first lines of a text."""
+        """Display the first lines of a text."""
         lines = text.splitlines()
         shown = [f"  │ {line}" for line in lines[:MOST_LINES]] + ["  │ …"] * (len(lines) > MOST_LINES)
         self._show_line("\n".join([f"  {name} at step {step}", *shown]))
 
     def finalize(self, status: str) -> None:
-        """Leave the last state of the line where it is and give the terminal back."""
+        """Keep the last state of the live line, and release the terminal."""
         if self._live is not None:
             live, self._live = self._live, None
             atexit.unregister(live.stop)
@@ -113,7 +112,7 @@ class ConsoleLogger(LoggerTool):
             self._live = Live(console=self.console, auto_refresh=False)
             self._live.start()
             atexit.register(self._live.stop)
-            self.console.show_cursor(True)  # If the run is killed, nobody else would.
+            self.console.show_cursor(True)  # Nothing else would show it if the run is killed.
         bar = [ProgressBar(total=self._num_steps, completed=step, width=BAR_WIDTH)] if self._num_steps else []
         width = self.console.width - (BAR_WIDTH + 1 if bar else 0)
         line = _join_what_fits([self._place(step), *self._time_left(step), *parts], width)
@@ -130,7 +129,7 @@ class ConsoleLogger(LoggerTool):
 
 
 def _join_what_fits(parts: list[str], width: int) -> str:
-    """Join the first parts, at least one, as far as a line of this width holds them."""
+    """Join as many of the first parts as fit in a line of this width, at least one."""
     line, *rest = parts
     for part in rest:
         if len(line) + len(SEPARATOR) + len(part) > width:
@@ -192,4 +191,4 @@ FORMATS: dict[str, Callable[[int | float], str]] = {
     "checkpoint_time": lambda value: f"checkpoint {value:.1f} s",
     "evaluation_time": lambda value: f"evaluation {value:.1f} s",
 }
-"""How the metrics that are known here are shown, in this order."""
+"""The displayed metrics in order, each with its format."""

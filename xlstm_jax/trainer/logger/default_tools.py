@@ -1,4 +1,4 @@
-"""The tools of a logger whose config names none."""
+"""The default tools of a logger."""
 
 import dataclasses
 
@@ -12,11 +12,11 @@ def with_default_tools(config: LoggerConfig, *, shows_progress: bool) -> LoggerC
 
     Args:
         config: The config of the logger.
-        shows_progress: Whether a run prints its progress.
+        shows_progress: Whether the run displays its progress.
 
     Returns:
-        A config with a file logger, if there is a folder and no tool but the console, and with a console, if progress
-        is shown.
+        A config with a file logger, if there is a folder and no tool except the console, and with a console, if
+        progress is displayed.
     """
     tools = list(config.log_tools)
     if config.log_path is not None and all(isinstance(tool, ConsoleLoggerConfig) for tool in tools):

@@ -1,7 +1,7 @@
-"""Metrics and configs in files of the run's folder, written as training goes.
+"""Logging of metrics and configs to files in the folder of the run.
 
-A row is in both files of its mode when `log_metrics` returns, so a run that is killed loses at most the row that it
-was writing.
+`log_metrics` returns once a row is in both files of its mode, so a run that is killed loses at most the row that it was
+writing.
 """
 
 import dataclasses
@@ -58,13 +58,13 @@ class FileLogger(LoggerTool):
     The numbers that the logger's monitors add to a row, such as throughput, memory and goodput, have a CSV file of
     their own, `system_<mode>.csv`; the JSON line has all of them.
 
-    A run that goes on in the same folder goes on in the same files. Characters of a mode that file names do not have
-    are percent-encoded, as in `metrics_a%2Fb.csv`. For the values see `tables.CsvTable` and `tables.JsonLines`. In a
-    config, numbers that are not finite are text, which `ConfigDict.from_dict` reads.
+    A run that resumes in the same folder appends to the same files. Characters of a mode that are not allowed in file
+    names are percent-encoded, as in `metrics_a%2Fb.csv`. For the format of values see `tables.CsvTable` and
+    `tables.JsonLines`. In a config, non-finite numbers are strings, which `ConfigDict.from_dict` parses.
 
     Args:
         config: The names of columns and files.
-        logger: The logger, which knows the folder of the run.
+        logger: The logger, which has the folder of the run.
     """
 
     def __init__(self, config: FileLoggerConfig, logger: Logger):
@@ -77,7 +77,7 @@ class FileLogger(LoggerTool):
         self._tables: dict[str, _Tables] = {}
 
     def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
-        """Write the config, beside those that were logged before."""
+        """Write the config, merged with those that were logged before."""
         self._logged_config |= plain_config(config)
         kind = self.config.config_format
         write_atomically(self.folder / CONFIG_FILES[kind], [_serialize(self._logged_config, kind)])
@@ -94,9 +94,9 @@ class FileLogger(LoggerTool):
             tables.system.append({name: value for name, value in row.items() if name in names | place.keys()})
 
     def drop_after(self, step: int) -> None:
-        """Remove the rows of later steps from the files of all modes, also of those that this run has not logged.
+        """Remove the rows of later steps from the files of all modes, including modes that this run has not logged.
 
-        If that would be all steps, as training starts anew, the files are moved to `replaced_<number>` instead.
+        If that would remove all steps, as when training restarts, the files are moved to `replaced_<number>` instead.
         """
         key, tables = self.config.log_step_key, [_open_table(path) for path in self._files()]
         if step == 0 and any(table.has_after(key, 0) for table in tables):
@@ -106,7 +106,7 @@ class FileLogger(LoggerTool):
             table.drop_after(key, step)
 
     def drop_step(self, step: int, mode: str) -> None:
-        """Remove the rows of a step and later ones from the files of a mode."""
+        """Remove the rows of a step and of later steps from the files of a mode."""
         for table in self._tables_of(mode):
             if table.path.exists():
                 table.drop_after(self.config.log_step_key, step - 1)
@@ -137,7 +137,7 @@ class FileLogger(LoggerTool):
         LOGGER.warning("Training starts from step 0: the metrics of an earlier start were moved to %s.", target)
 
     def finalize(self, status: str) -> None:
-        """Say that all is written."""
+        """Log that all files are written."""
         LOGGER.info("Finishing file logging.")
 
 

@@ -1,4 +1,4 @@
-"""Metrics and configs for MLflow."""
+"""Logging of metrics and configs to MLflow."""
 
 import dataclasses
 import os
@@ -15,25 +15,25 @@ from xlstm_jax.trainer.logger.values import import_extra, only_numbers, plain_co
 FORBIDDEN_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
 LONGEST_NAME = 250
 LONGEST_PARAM = 6000
-BATCH_SIZE = 100  # The most parameters that a request may have.
+BATCH_SIZE = 100  # The maximum number of parameters in a request.
 LAST_SECONDS = 60
 STATUSES = {"success": "FINISHED", "interrupted": "KILLED"}
 
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class MLflowLoggerConfig(LoggerToolsConfig):
-    """Which run of MLflow the metrics go to."""
+    """The MLflow run that metrics are logged to."""
 
     tracking_uri: str | None = None
-    """The server or database; with `None`, what `MLFLOW_TRACKING_URI` says or else a SQLite file in `log_dir`."""
+    """The server or database; with `None`, that in `MLFLOW_TRACKING_URI`, or else a SQLite file in `log_dir`."""
     experiment_name: str = "xlstm_jax"
-    """The experiment of MLflow."""
+    """The MLflow experiment."""
     run_name: str | None = None
     """The name of the run; `None` lets MLflow choose one."""
     tags: dict[str, str] = dataclasses.field(default_factory=dict)
     """Tags of the run."""
     log_dir: str = "mlflow"
-    """The folder inside the folder of the run, where no server is named."""
+    """The folder inside the folder of the run, used if no server is set."""
 
     def __post_init__(self):
         if self.tracking_uri is not None:
@@ -47,14 +47,14 @@ class MLflowLoggerConfig(LoggerToolsConfig):
 class MLflowLogger(LoggerTool):
     """Logs numbers as `mode/key`, and the config as parameters.
 
-    A thread of its own sends them, as a server may be slow; what goes wrong there is raised by a later call. At the end
-    it has a minute for what is not yet sent. Training runs one after the other go on with the same run. Characters that
-    MLflow does not take in names become `_`. After a run could not be started, nothing is logged until `setup` tries
-    again: each attempt may wait for a network.
+    A separate thread sends the data, as a server may be slow; an error in that thread is raised by a later call. At the
+    end, the thread has a minute to send the remaining data. Successive training runs continue the same MLflow run.
+    Characters that MLflow does not allow in names become `_`. If a run cannot be started, nothing is logged until
+    `setup` tries again, as each attempt may wait for the network.
 
     Args:
         config: The run.
-        logger: The logger, which knows the folder of the run.
+        logger: The logger, which has the folder of the run.
     """
 
     def __init__(self, config: MLflowLoggerConfig, logger: Logger):
@@ -77,7 +77,7 @@ class MLflowLogger(LoggerTool):
         self._is_given_up = False
 
     def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
-        """Log the config, now or when the run starts. MLflow keeps the first value of each parameter."""
+        """Log the config, now or once the run starts. MLflow keeps the first value of each parameter."""
         flat = {_clean(name): str(value)[:LONGEST_PARAM] for name, value in flat_config(plain_config(config)).items()}
         self._unsent_params |= {name: value for name, value in flat.items() if name not in self._sent_params}
         if self._sender is not None:
@@ -103,7 +103,7 @@ class MLflowLogger(LoggerTool):
             future.result()
 
     def finalize(self, status: str) -> None:
-        """Wait for what is not yet sent and end the run."""
+        """Wait until the remaining data is sent, and end the run."""
         if self._sender is None:
             return
         done, unsent = wait(self._pending, timeout=LAST_SECONDS)

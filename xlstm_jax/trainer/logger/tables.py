@@ -1,7 +1,7 @@
-"""Files of rows that grow at their end and that a kill leaves whole.
+"""Append-only tables in files that remain valid if the process is killed.
 
-A row is one write of one line. A line that a kill cut short has no newline: the next to open the file drops it. Every
-other change writes a new file and puts it in the place of the old one.
+A row is one line, appended in a single write. A line that was cut short by a kill has no newline and is dropped when
+the file is opened next. Every other change writes a new file and replaces the old one.
 """
 
 import csv
@@ -24,7 +24,7 @@ LONGEST_CELL = 2**31 - 1
 
 
 class JsonLines:
-    """Rows as a JSON object each; numbers that are not finite are `null`, arrays and tuples are lists.
+    """A file with one JSON object per row; non-finite numbers are `null`, arrays and tuples are lists.
 
     Args:
         path: The file, which need not be there yet.
@@ -39,7 +39,7 @@ class JsonLines:
         _append(self.path, f"{_to_json(row)}\n")
 
     def has_after(self, key: str, step: int) -> bool:
-        """Tell whether there are rows whose number under `key` is larger than `step`."""
+        """Return whether there are rows whose number under `key` is larger than `step`."""
         return any(_is_later_line(line, key, step) for line in self._lines())
 
     def drop_after(self, key: str, step: int) -> None:
@@ -53,9 +53,9 @@ class JsonLines:
 
 
 class CsvTable:
-    """Rows under one header, which grows when a row brings a new column.
+    """A CSV file whose header is extended when a row has a new column.
 
-    Numbers that are not finite are `nan`, `inf` and `-inf`. Text of one line is as it is, all else is JSON text.
+    Non-finite numbers are `nan`, `inf` and `-inf`. Single-line text is written unchanged, all other values as JSON.
 
     Args:
         path: The file, which need not be there yet.
@@ -67,7 +67,7 @@ class CsvTable:
         self.columns = self._header()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row; columns that it does not have stay empty."""
+        """Add a row; missing columns are empty."""
         if not row.keys() <= set(self.columns):
             columns = list(dict.fromkeys([*self.columns, *row]))
             write_atomically(self.path, _to_csv(_widen(self._rows(), columns)))
@@ -76,7 +76,7 @@ class CsvTable:
         _append(self.path, line.decode())
 
     def has_after(self, key: str, step: int) -> bool:
-        """Tell whether there are rows whose number in the column `key` is larger than `step`."""
+        """Return whether there are rows whose number in the column `key` is larger than `step`."""
         if key not in self.columns:
             return False
         position = self.columns.index(key)
@@ -105,7 +105,7 @@ class CsvTable:
 
 
 def _append(path: Path, line: str) -> None:
-    """Add a line in one write; one that does not fit on the disk is taken back."""
+    """Append a line in a single write; a partial line, as on a full disk, is removed."""
     data = line.encode()
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -145,7 +145,7 @@ def _to_json(value: Any) -> str:
 def _is_later_line(line: bytes, key: str, step: int) -> bool:
     try:
         value = json.loads(line)[key]
-    except (ValueError, KeyError, TypeError, RecursionError):  # Not a row of ours, so not ours to drop.
+    except (ValueError, KeyError, TypeError, RecursionError):  # Not one of our rows, so it is kept.
         return False
     return isinstance(value, int | float) and value > step
 
@@ -153,7 +153,7 @@ def _is_later_line(line: bytes, key: str, step: int) -> bool:
 def _is_later_row(row: list[str], position: int, step: int) -> bool:
     try:
         return float(row[position]) > step
-    except (ValueError, IndexError):  # The header, or not a row of ours.
+    except (ValueError, IndexError):  # The header, or not one of our rows.
         return False
 
 

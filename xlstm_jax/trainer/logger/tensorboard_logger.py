@@ -1,4 +1,4 @@
-"""Metrics and configs for TensorBoard, through tensorboardX."""
+"""Logging of metrics and configs to TensorBoard, with tensorboardX."""
 
 import dataclasses
 import json
@@ -16,11 +16,11 @@ class TensorBoardLoggerConfig(LoggerToolsConfig):
     """How metrics are written for TensorBoard."""
 
     tb_flush_secs: int = 120
-    """The most seconds between two writes to the disk."""
+    """The maximum number of seconds between two flushes to disk."""
     tb_max_queue: int = 10
-    """How many values wait until the one that adds another has to wait too."""
+    """The size of the queue of values; when it is full, logging blocks."""
     tb_new_style: bool = False
-    """Write scalars as tensors, as TensorFlow 2 does; TensorBoard shows both."""
+    """Write scalars as tensors, as TensorFlow 2 does; TensorBoard supports both."""
     log_dir: str = "tensorboard"
     """The folder inside the folder of the run."""
 
@@ -32,11 +32,11 @@ class TensorBoardLoggerConfig(LoggerToolsConfig):
 class TensorBoardLogger(LoggerTool):
     """Writes numbers under the tags `mode/key`, and the config as text and as hyperparameters.
 
-    Each training run writes a file of its own; TensorBoard shows the files of the folder as one run.
+    Each training run writes its own file; TensorBoard shows the files of the folder as one run.
 
     Args:
         config: The settings of the writer.
-        logger: The logger, which knows the folder of the run.
+        logger: The logger, which has the folder of the run.
     """
 
     def __init__(self, config: TensorBoardLoggerConfig, logger: Logger):
@@ -50,20 +50,20 @@ class TensorBoardLogger(LoggerTool):
         self._writer: Any = None
 
     def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
-        """Write the config, beside those that were logged before, now or when the file is opened."""
+        """Write the config, merged with those that were logged before, now or once the file is open."""
         self._logged_config |= plain_config(config)
         if self._writer is not None:
             self._log_config()
 
     def setup(self) -> None:
-        """Open the file, unless it is open already."""
+        """Open the file, unless it is already open."""
         if self._writer is None:
             self._writer = self._tensorboard.SummaryWriter(
                 str(self.folder),
                 purge_step=self._purge_step,
                 max_queue=self.config.tb_max_queue,
                 flush_secs=self.config.tb_flush_secs,
-                # Without it, a second file within the same second would replace the first.
+                # Without this suffix, a second file within the same second would overwrite the first.
                 filename_suffix=f".{time.time_ns()}",
             )
             self._purge_step = None
@@ -71,7 +71,7 @@ class TensorBoardLogger(LoggerTool):
                 self._log_config()
 
     def log_metrics(self, metrics: dict[str, Any], step: int, epoch: int, mode: str) -> None:
-        """Write the numbers; TensorBoard has no curves of anything else."""
+        """Write the numbers; other metrics are left out, as TensorBoard cannot plot them."""
         self.setup()
         for name, value in only_numbers(metrics).items():
             self._writer.file_writer.add_summary(self._scalar(f"{mode}/{name}", float(value)), step)
@@ -82,12 +82,12 @@ class TensorBoardLogger(LoggerTool):
         self._writer.add_text(name, _as_code(text), step)
 
     def drop_after(self, step: int) -> None:
-        """Begin a file that tells TensorBoard to hide what others have of later steps."""
+        """Start a new file that makes TensorBoard hide the later steps of earlier files."""
         self._close()
         self._purge_step = step + 1
 
     def finalize(self, status: str) -> None:
-        """Write what is in the queue and close the file."""
+        """Flush the queue and close the file."""
         self._close()
 
     def _close(self) -> None:
@@ -98,12 +98,12 @@ class TensorBoardLogger(LoggerTool):
     def _log_config(self) -> None:
         text = json.dumps(json_value(self._logged_config, non_finite=str), indent=2)
         self._writer.add_text("config", _as_code(text), 0)
-        # TensorBoard finds out by itself which metrics there are, but only if no list of them is written.
+        # TensorBoard determines the metrics itself, but only if no list of metrics is written.
         _, start, _ = self._tensorboard.summary.hparams(flat_config(self._logged_config), {})
         self._writer.file_writer.add_summary(start)
 
     def _scalar(self, tag: str, value: float) -> Any:
-        # The writer's own `add_scalar` knows but one style, and prints a line for each number that is not finite.
+        # The writer's `add_scalar` supports one style only, and prints a line for each non-finite number.
         summary = self._tensorboard.summary
         if not self.config.tb_new_style:
             return summary.Summary(value=[summary.Summary.Value(tag=tag, simple_value=value)])
@@ -113,5 +113,5 @@ class TensorBoardLogger(LoggerTool):
 
 
 def _as_code(text: str) -> str:
-    """Return a text as Markdown that is shown as it is."""
+    """Format a text as a Markdown code block, so that it is shown verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""Configs and metrics in the forms that tools can write: plain, flat, or numbers alone."""
+"""Conversion of configs and metrics to the formats that tools support: plain, flat, or numbers only."""
 
 import importlib
 import math
@@ -10,23 +10,23 @@ from xlstm_jax.configs import ConfigDict
 
 
 def plain_config(config: ConfigDict | dict[str, ConfigDict]) -> dict[str, Any]:
-    """Write a config, or configs by name, with nothing but dictionaries, tuples, numbers, strings and `None`."""
+    """Convert a config, or configs by name, to dictionaries, tuples, numbers, strings and `None`."""
     if isinstance(config, ConfigDict):
         return config.to_dict()
     return {name: part.to_dict() for name, part in config.items()}
 
 
 def only_numbers(metrics: Mapping[str, Any]) -> dict[str, bool | int | float]:
-    """Leave out metrics that no curve can show: arrays, tuples, text."""
+    """Return the scalar metrics, without arrays, tuples and text."""
     return {name: value for name, value in metrics.items() if isinstance(value, bool | int | float)}
 
 
 def json_value(value: Any, *, non_finite: Callable[[float], str | None]) -> Any:
-    """Turn any metric or setting into what JSON can hold.
+    """Convert any metric or setting to a value that JSON supports.
 
     Args:
-        value: Arrays and tuples become lists; what JSON does not know becomes its `str`.
-        non_finite: Returns what stands for `nan`, `inf` and `-inf`, which JSON does not have.
+        value: The value. Arrays and tuples become lists; other types that JSON does not support become their `str`.
+        non_finite: Returns the replacement of `nan`, `inf` and `-inf`, which JSON does not support.
 
     Returns:
         The value for `json.dumps`.
@@ -45,7 +45,7 @@ def json_value(value: Any, *, non_finite: Callable[[float], str | None]) -> Any:
 
 
 def import_extra(module: str, *, extra: str) -> ModuleType:
-    """Import a package that only one of our extras installs.
+    """Import a package that one of our optional extras installs.
 
     Args:
         module: The name of the package's module.
@@ -55,11 +55,11 @@ def import_extra(module: str, *, extra: str) -> ModuleType:
         The module.
 
     Raises:
-        ImportError: If it is not installed; the message says how to.
+        ImportError: If the package is not installed; the message has the command to install it.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module:  # The package is there; something that it imports is not.
+        if error.name != module:  # The package is installed, but one of its imports is missing.
             raise
         raise ImportError(f"{module} is not installed: `pip install 'xlstm_jax[{extra}]'` brings it.") from error

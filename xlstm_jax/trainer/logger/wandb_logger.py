@@ -1,4 +1,4 @@
-"""Metrics and configs for Weights & Biases."""
+"""Logging of metrics and configs to Weights & Biases."""
 
 import dataclasses
 import logging
@@ -17,48 +17,48 @@ STEP = "step"
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class WandBLoggerConfig(LoggerToolsConfig):
-    """Which run of Weights & Biases the metrics go to."""
+    """The Weights & Biases run that metrics are logged to."""
 
     wb_entity: str = "xlstm"
     """The user or team."""
     wb_project: str = "xlstm_nxai"
     """The project."""
     wb_host: str = PUBLIC_HOST
-    """The server. If it is the public one, the settings of `wandb` on this machine may name another."""
+    """The server. The public one may be overridden by the settings of `wandb` on this machine."""
     wb_key: str | None = dataclasses.field(default=None, repr=False)
-    """The API key, which `to_dict` leaves out; with `None`, `wandb` looks for one as it always does."""
+    """The API key, which `to_dict` leaves out; with `None`, `wandb` uses its usual sources."""
     wb_name: str | None = None
     """The name of the run; `None` lets the server choose one."""
     wb_notes: str | None = None
     """A description of the run."""
     wb_settings: dict[str, Any] = dataclasses.field(default_factory=lambda: {"start_method": "fork"})
-    """Fields of `wandb.Settings`; those that the installed `wandb` does not have are left out, with a warning."""
+    """Fields of `wandb.Settings`; those that the installed `wandb` does not have are ignored, with a warning."""
     wb_tags: list[str] = dataclasses.field(default_factory=list)
     """Tags of the run."""
     wb_resume_id: str | None = None
-    """The run to go on with; a new one if there is none of this id."""
+    """The id of the run to resume; a new run is created if there is none with this id."""
     log_dir: str = "wandb"
-    """The folder inside the folder of the run for what `wandb` keeps on this machine."""
+    """The folder for local files of `wandb`, inside the folder of the run."""
 
     def create(self, logger: Logger) -> "WandBLogger":
         """Build the tool."""
         return WandBLogger(self, logger)
 
     def to_dict(self) -> dict[str, Any]:
-        """Write the config without its secret."""
+        """Return the config as a dictionary, without the API key."""
         return {**super().to_dict(), "wb_key": None}
 
 
 class WandBLogger(LoggerTool):
-    """Logs numbers as `mode/key` over the step of training.
+    """Logs numbers as `mode/key` against the training step.
 
-    Several modes log at the same step, and evaluations at earlier ones, so that step is a metric of its own: the
-    steps of `wandb` count calls. Training runs one after the other go on with the same run. After a run could not be
-    started, nothing is logged until `setup` tries again: each attempt may wait for a network.
+    Several modes log at the same step, and evaluations at earlier steps, so the training step is a separate metric: the
+    steps of `wandb` count calls. Successive training runs continue the same `wandb` run. If a run cannot be started,
+    nothing is logged until `setup` tries again, as each attempt may wait for the network.
 
     Args:
         config: The run.
-        logger: The logger, which knows the folder of the run.
+        logger: The logger, which has the folder of the run.
     """
 
     def __init__(self, config: WandBLoggerConfig, logger: Logger):
@@ -71,7 +71,7 @@ class WandBLogger(LoggerTool):
         self._is_given_up = False
 
     def log_config(self, config: ConfigDict | dict[str, ConfigDict]) -> None:
-        """Log the config, beside those that were logged before, now or when the run starts."""
+        """Log the config, merged with those that were logged before, now or once the run starts."""
         self._logged_config |= json_value(plain_config(config), non_finite=str)
         if self._run is not None:
             self._run.config.update(self._logged_config, allow_val_change=True)
@@ -89,7 +89,7 @@ class WandBLogger(LoggerTool):
             self._run.log({**numbers, STEP: step})
 
     def finalize(self, status: str) -> None:
-        """Upload what is not yet uploaded and end the run."""
+        """Upload the remaining data and end the run."""
         if self._run is not None:
             run, self._run = self._run, None
             run.finish(exit_code=0 if status == "success" else 1)

@@ -1,6 +1,6 @@
 """AdEMAMix: Adam with a second, slow momentum (Pagliardini et al., 2024), and the warm-up of its two settings.
 
-The rule itself is optax's; this module keeps its own names and adds the schedules.
+The update rule is that of optax; this module adds the schedules and has its own names.
 """
 
 import math
@@ -82,10 +82,10 @@ def ademamix(
         lr: Learning rate.
         b1: Decay rate of the fast momentum.
         b2: Decay rate of the second moment.
-        b3: Decay rate of the slow momentum, where it has no schedule.
-        alpha: Weight of the slow momentum, where it has no schedule.
-        b3_scheduler: Schedule that takes the place of `b3`.
-        alpha_scheduler: Schedule that takes the place of `alpha`.
+        b3: Decay rate of the slow momentum, if it has no schedule.
+        alpha: Weight of the slow momentum, if it has no schedule.
+        b3_scheduler: Schedule that replaces `b3`.
+        alpha_scheduler: Schedule that replaces `alpha`.
         eps: Added to the root of the second moment.
         eps_root: Added to the second moment under the root.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
@@ -113,15 +113,15 @@ def scale_by_ademamix(
     eps_root: float = 0.0,
     mu_dtype: jnp.dtype | None = None,
 ) -> optax.GradientTransformation:
-    """Build the rule of AdEMAMix, without weight decay and learning rate.
+    """Build the update rule of AdEMAMix, without weight decay and learning rate.
 
     Args:
         b1: Decay rate of the fast momentum.
         b2: Decay rate of the second moment.
-        b3: Decay rate of the slow momentum, where it has no schedule.
-        alpha: Weight of the slow momentum, where it has no schedule.
-        b3_scheduler: Schedule that takes the place of `b3`.
-        alpha_scheduler: Schedule that takes the place of `alpha`.
+        b3: Decay rate of the slow momentum, if it has no schedule.
+        alpha: Weight of the slow momentum, if it has no schedule.
+        b3_scheduler: Schedule that replaces `b3`.
+        alpha_scheduler: Schedule that replaces `alpha`.
         eps: Added to the root of the second moment.
         eps_root: Added to the second moment under the root.
         mu_dtype: Data type of the moments; that of the parameters by default.
@@ -141,7 +141,7 @@ def scale_by_ademamix(
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         updates, new_state = rule.update(updates, state, params)
-        # A schedule is a float32 array and would widen moments of a smaller type from step to step.
+        # A schedule returns a float32 array, which would promote moments of lower precision.
         return updates, optax.tree.cast_like(new_state, state)
 
     return optax.GradientTransformation(rule.init, update)

@@ -1,7 +1,7 @@
-"""Muon: momentum, orthogonalized matrix by matrix (Jordan, 2024); all that is no matrix goes by Adam.
+"""Muon: momentum, orthogonalized matrix by matrix (Jordan, 2024); all other parameters use Adam.
 
 The step size follows Liu et al. (2025): an orthogonalized update is scaled by 0.2 * sqrt(max(rows, columns)), so that
-its root mean square is about that of Adam's updates and one learning rate and weight decay serve both.
+its root mean square is about that of Adam's updates, and both can share a learning rate and weight decay.
 """
 
 import math
@@ -25,14 +25,14 @@ UPDATE_RMS = 0.2
 def scale_by_muon_and_adam(
     *, beta1: float, beta2: float, eps: float, nesterov: bool, exclude: Sequence[str], stacked_params: Sequence[str]
 ) -> optax.GradientTransformation:
-    """Build the rule of Muon for matrices and of Adam for the rest, without weight decay and learning rate.
+    """Build the update rule of Muon for matrices and of Adam for the rest, without weight decay and learning rate.
 
     Args:
         beta1: Decay rate of the momentum, for both rules.
         beta2: Decay rate of Adam's second moment.
         eps: Added to the denominators of both rules.
         nesterov: Whether both rules look ahead along the momentum.
-        exclude: Regular expressions for the names of matrices that go by Adam.
+        exclude: Regular expressions for the names of matrices that use Adam.
         stacked_params: Regular expressions for the names of leaves that hold one parameter of each block along their
             first axis.
 
@@ -49,12 +49,12 @@ def scale_by_muon_and_adam(
 
 
 def find_matrices(params: PyTree, exclude: Sequence[str], stacked_params: Sequence[str]) -> PyTree:
-    """Tell for each leaf, boxed or not, if it is a matrix, or a stack of the matrices of all blocks.
+    """Return for each leaf, boxed or not, whether it is a matrix, or a stack of the matrices of all blocks.
 
     Args:
         params: Parameters, or a tree like them.
-        exclude: Regular expressions for the names of matrices that do not count.
-        stacked_params: Regular expressions for the names of leaves whose first axis counts the blocks.
+        exclude: Regular expressions for the names of matrices to exclude.
+        stacked_params: Regular expressions for the names of leaves whose first axis is the block.
 
     Returns:
         A tree with one boolean for each leaf.
@@ -69,7 +69,7 @@ def find_matrices(params: PyTree, exclude: Sequence[str], stacked_params: Sequen
 
 
 def scale_by_momentum(decay: float, *, nesterov: bool) -> optax.GradientTransformation:
-    """Replace gradients by their bias-corrected running average, with `nesterov` by that of the step ahead."""
+    """Replace gradients by their bias-corrected running average; with `nesterov`, by that of the next step."""
 
     def init(params: PyTree) -> optax.EmaState:
         return optax.EmaState(count=jnp.zeros([], jnp.int32), ema=optax.tree.zeros_like(params))
@@ -89,10 +89,10 @@ def scale_by_momentum(decay: float, *, nesterov: bool) -> optax.GradientTransfor
 
 
 def orthogonalize(eps: float) -> optax.GradientTransformation:
-    """Replace each matrix by the nearest orthogonal one, roughly, of root mean square `UPDATE_RMS`.
+    """Replace each matrix by approximately the nearest orthogonal one, with a root mean square of `UPDATE_RMS`.
 
-    The last two axes of a leaf are those of the matrix. A matrix that is split over the mesh is gathered, as its
-    orthogonalization needs all of it; blocks that are split over the mesh stay where they are.
+    The last two axes of a leaf are those of the matrix. A matrix that is sharded over the mesh is all-gathered for its
+    orthogonalization; a stack that is sharded along the axis of blocks is not.
 
     Args:
         eps: Added to the norm that a matrix is divided by.

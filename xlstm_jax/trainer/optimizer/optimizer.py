@@ -1,4 +1,4 @@
-"""Optimizers from a config: clipping, the rule by name, decoupled weight decay, learning rate."""
+"""Optimizers from a config: gradient clipping, the update rule, decoupled weight decay and the learning rate."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,15 +29,15 @@ from xlstm_jax.trainer.optimizer.sharded import (
 from xlstm_jax.utils.pytree_utils import get_param_mask_fn
 
 WITHOUT_DECAY = ("adam", "sgd", "nadam", "adamax", "radam")
-"""Names whose rule has no weight decay of its own: it is inserted where `weight_decay` is positive."""
+"""Names whose rule has no weight decay of its own: weight decay is inserted if `weight_decay` is positive."""
 
 WITH_DECAY = ("adamw", "nadamw", "adamaxw", "lamb", "lion", "ademamix", "muon", "schedule_free_adamw")
-"""Names whose rule has weight decay, and a place for it in the optimizer state even where it is 0."""
+"""Names whose rule has weight decay, with an entry in the optimizer state even if it is 0."""
 
 OPTIMIZERS = (*WITHOUT_DECAY, *WITH_DECAY, "none")
 
 NESTEROV = ("adam", "adamw", "nadam", "nadamw", "radam", "sgd", "muon", "none")
-"""Names that accept `nesterov`; nadam and nadamw always look ahead, none never moves."""
+"""Names that accept `nesterov`; nadam and nadamw always use it, and none never updates."""
 
 READERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("beta2",): tuple(name for name in OPTIMIZERS if name != "sgd"),
@@ -46,10 +46,10 @@ READERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("muon_exclude",): ("muon",),
     ("stacked_params",): ("lamb", "muon"),
 }
-"""The names that read fields which not all of them do."""
+"""Fields that only some optimizers use, each with the names of these."""
 
 ADEMAMIX_WARMUP = 100_000
-"""Steps over which AdEMAMix warms up where the schedule has no end."""
+"""Warm-up steps of AdEMAMix if the schedule has no end."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,13 +62,13 @@ class OptimizerConfig(ConfigDict):
 
     name: str = dataclasses.field(metadata=FIXED)
     """One of adam, adamw, sgd, nadam, nadamw, adamax, adamaxw, radam, lamb, lion, ademamix, muon, schedule_free_adamw,
-    or none, which keeps all parameters as they are."""
+    or none, which never changes the parameters."""
     scheduler: SchedulerConfig = dataclasses.field(default_factory=lambda: SchedulerConfig(lr=1e-3))
     """The learning rate schedule."""
     beta1: float | None = 0.9
-    """Decay rate of the momentum; only `sgd` can do without (`None`)."""
+    """Decay rate of the momentum; `None` turns it off, only for `sgd`."""
     beta2: float = 0.999
-    """Decay rate of the second moment; in `lion`, of the momentum that is kept."""
+    """Decay rate of the second moment; in `lion`, of the momentum in the optimizer state."""
     beta3: float = 0.9999
     """Decay rate of the slow momentum of `ademamix`."""
     alpha: float = 8.0
@@ -80,20 +80,20 @@ class OptimizerConfig(ConfigDict):
     weight_decay_exclude: list[str] | None = None
     """Regular expressions for the names of parameters that do not decay."""
     weight_decay_include: list[str] | None = None
-    """Regular expressions for the names of the only parameters that decay, except those excluded."""
+    """Regular expressions for the names of the only parameters that decay, except the excluded ones."""
     grad_clip_norm: float | None = None
-    """Scale gradients down to this global norm; `None` does not."""
+    """Clip gradients to this global norm; `None` turns it off."""
     use_sharded_clip_norm: bool = True
-    """Clip by the norm over all shards; `False` refuses gradients that are split over a mesh."""
+    """Clip by the norm over all shards; `False` raises an error for sharded gradients."""
     grad_clip_value: float | None = None
-    """Clip each entry of a gradient to this absolute value; `None` does not."""
+    """Clip each entry of a gradient to this absolute value; `None` turns it off."""
     nesterov: bool = False
-    """Look ahead along the momentum; Muon's author advises it for `muon`."""
+    """Use Nesterov momentum; Muon's author recommends it for `muon`."""
     muon_exclude: list[str] = dataclasses.field(default_factory=lambda: ["embed", "lm_head"])
-    """Regular expressions for the names of matrices that `muon` leaves to AdamW."""
+    """Regular expressions for the names of matrices for which `muon` uses AdamW."""
     stacked_params: list[str] = dataclasses.field(default_factory=lambda: [r"(^|\.)block_stack\.block\."])
     """Regular expressions for the names of leaves that hold one parameter of each block along their first axis.
-    `lamb` and `muon` treat each block on its own, so that scanned blocks train as unrolled ones do."""
+    `lamb` and `muon` treat each block separately, so that scanned blocks train like unrolled ones."""
 
     def __post_init__(self):
         check_name(self.name, kind="optimizer", known=OPTIMIZERS)
@@ -113,7 +113,7 @@ class OptimizerConfig(ConfigDict):
         _check_momentum(self)
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name; with `none` all would, as it is meant to."""
+        """Return the fields that have no effect with the others, each with the reason; empty for `none`."""
         if self.name == "none":
             return {}
         reasons = {
@@ -161,11 +161,11 @@ def build_optimizer(optimizer_config: OptimizerConfig) -> tuple[optax.GradientTr
 
 
 def count_updates(opt_state: optax.OptState, *, otherwise: ArrayLike) -> ArrayLike:
-    """Return how many updates an optimizer has made, by which it asks its schedule.
+    """Return the number of updates an optimizer has made, the argument of its schedule.
 
     Args:
-        opt_state: Its state.
-        otherwise: The number if the state does not tell.
+        opt_state: The state of the optimizer.
+        otherwise: The result if the state has no such count.
     """
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState))
     return next((state.count for state in states if isinstance(state, optax.ScaleByScheduleState)), otherwise)
@@ -177,11 +177,11 @@ def build_optimizer_function(
     """Build the optimizer without clipping.
 
     Args:
-        optimizer_config: The config; its scheduler is not read.
-        learning_rate: The learning rate, fixed or by step.
+        optimizer_config: The config; its scheduler is ignored.
+        learning_rate: The learning rate, constant or a schedule.
 
     Returns:
-        The optimizer, with the state of the optax optimizer of this name where there is one.
+        The optimizer, with the state of the optax optimizer of this name if there is one.
     """
     config = optimizer_config
     if config.name == "none":
@@ -207,13 +207,13 @@ def build_optimizer_function(
 def build_gradient_transformations(
     optimizer_config: OptimizerConfig,
 ) -> tuple[list[optax.GradientTransformation], list[optax.GradientTransformation]]:
-    """Build what happens to gradients around the optimizer: clipping by norm, then by value.
+    """Build the gradient transformations around the optimizer: clipping by norm, then by value.
 
     Args:
         optimizer_config: The config.
 
     Returns:
-        The transformations before the optimizer and those after it. There are none of the latter.
+        The transformations before the optimizer and those after it, of which there are none.
     """
     before = []
     if optimizer_config.grad_clip_norm is not None:
@@ -232,7 +232,7 @@ def _build_weight_decay_mask(config: OptimizerConfig) -> Callable[[PyTree], PyTr
 
 
 def _build_rule(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Build the rule from gradients to a direction, which weight decay and learning rate then turn into an update."""
+    """Build the rule that computes an update direction from gradients, before weight decay and learning rate."""
     if config.name == "sgd":
         return optax.identity() if config.beta1 is None else optax.trace(config.beta1, nesterov=config.nesterov)
     beta1, beta2, eps, nesterov = _require_momentum(config), config.beta2, config.eps, config.nesterov

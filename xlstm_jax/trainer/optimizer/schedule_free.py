@@ -1,4 +1,4 @@
-"""Schedule-free AdamW (Defazio et al., 2024): an average of the weights takes the place of a decaying learning rate."""
+"""Schedule-free AdamW (Defazio et al., 2024): an average of the weights replaces a decaying learning rate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +23,8 @@ def schedule_free_adamw(
     """Build schedule-free AdamW with masked weight decay.
 
     Args:
-        learning_rate: Learning rate; a warm-up and then a constant is what the method is made for.
-        beta1: Weight of the average in the point where gradients are taken; positive.
+        learning_rate: Learning rate; the method is designed for a warm-up and then a constant.
+        beta1: Weight of the average in the point at which gradients are evaluated; positive.
         beta2: Decay rate of the second moment.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
@@ -45,8 +45,8 @@ def get_eval_params(opt_state: optax.OptState, params: PyTree) -> PyTree:
     """Return the parameters to evaluate a model with.
 
     Args:
-        opt_state: State of any optimizer.
-        params: The parameters that this optimizer updates.
+        opt_state: The state of any optimizer.
+        params: The parameters that the optimizer updates.
 
     Returns:
         The average of the weights if the optimizer is schedule-free, `params` themselves otherwise.
@@ -58,9 +58,10 @@ def get_eval_params(opt_state: optax.OptState, params: PyTree) -> PyTree:
 
 
 def started_from(opt_state: optax.OptState, params: PyTree) -> optax.OptState:
-    """Return the state of an optimizer whose parameters were replaced from outside.
+    """Return the optimizer state to use after the parameters were replaced, for example by loaded ones.
 
-    A schedule-free one keeps a second copy of them, and would go back to it. All others are as they were.
+    The state of a schedule-free optimizer has a second copy of the parameters, which has to be replaced too. The states
+    of other optimizers are returned unchanged.
     """
 
     def start(state: Any) -> Any:

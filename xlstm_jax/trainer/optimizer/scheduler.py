@@ -1,4 +1,4 @@
-"""Learning rate over the steps: a linear warm-up, a main part by name and a cool-down, with no jump between them."""
+"""Learning rate schedules: a linear warm-up, a main part by name and a cool-down, without jumps between them."""
 
 import dataclasses
 import math
@@ -11,20 +11,20 @@ from xlstm_jax.configs import ConfigDict, ConfigError
 from xlstm_jax.trainer.optimizer.checks import check_name, check_not_negative, check_whole, warn_of_ignored
 
 DECAYING = ("linear", "cosine_decay", "exponential_decay")
-"""Names whose main part leads from `lr` to `end_lr`."""
+"""Names whose main part decays from `lr` to `end_lr`."""
 
 LEVEL = ("constant", "warmup_stable_decay")
-"""Names whose main part stays at `lr`."""
+"""Names whose main part is constant at `lr`."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class SchedulerConfig(ConfigDict):
-    """Learning rate over the steps of a run.
+    """Learning rate schedule of a run.
 
-    From step 0 the learning rate rises linearly from 0 to `lr` in `warmup_steps`. Then comes the main part that `name`
-    gives. The last `cooldown_steps` of the `decay_steps` lead to `cooldown_lr`: along a line, for
-    `warmup_stable_decay` along 1 - sqrt. After that the learning rate stays where it is, except that
-    `exponential_decay` without a cool-down keeps decaying.
+    The learning rate rises linearly from 0 to `lr` in the first `warmup_steps`. The main part follows, as given by
+    `name`. In the last `cooldown_steps` of the `decay_steps`, the learning rate goes to `cooldown_lr`: linearly, or as
+    1 - sqrt for `warmup_stable_decay`. After that it is constant, except that `exponential_decay` without a cool-down
+    continues to decay.
     """
 
     lr: float
@@ -36,7 +36,7 @@ class SchedulerConfig(ConfigDict):
     end_lr: float | None = None
     """Learning rate at the end of the main part, 0 by default; `constant` ends its main part at `lr`."""
     end_lr_factor: float | None = None
-    """`end_lr` as a share of `lr`: give one of the two, or both if they say the same."""
+    """`end_lr` as a fraction of `lr`: give one of the two, or both if they agree."""
     cooldown_steps: int = 0
     """Length of the cool-down at the end of the schedule."""
     warmup_steps: int = 0
@@ -63,7 +63,7 @@ class SchedulerConfig(ConfigDict):
         _check_main_part(self)
 
     def ignored_fields(self) -> dict[str, str]:
-        """Return why fields have no effect beside the others, by name."""
+        """Return the fields that have no effect with the others, each with the reason."""
         reasons = {}
         if self.name == "constant":
             reasons |= dict.fromkeys(("end_lr", "end_lr_factor"), "on the schedule constant, which stays at lr")
@@ -111,7 +111,7 @@ def _build_cooldown(config: SchedulerConfig) -> optax.Schedule:
 
 
 def _one_minus_sqrt_schedule(start: float, end: float, steps: int) -> optax.Schedule:
-    """Lead from `start` to `end` with the distance to `end` shrinking as 1 - sqrt(step / steps)."""
+    """Build a schedule from `start` to `end` whose distance to `end` shrinks as 1 - sqrt(step / steps)."""
 
     def schedule(step: jax.typing.ArrayLike) -> jax.Array:
         progress = jnp.sqrt(jnp.clip(step / steps, 0.0, 1.0))
@@ -137,7 +137,7 @@ def _check_ends_agree(config: SchedulerConfig) -> None:
     if config.end_lr is None or config.end_lr_factor is None:
         return
     expected = config.lr * config.end_lr_factor
-    # Exact up to the rounding of the product: 3e-4 * 0.1 is not 3e-5 in binary.
+    # Equal up to rounding of the product: 3e-4 * 0.1 is not 3e-5 in binary.
     if not math.isclose(config.end_lr, expected, rel_tol=1e-12):
         raise ConfigError(
             f"end_lr {config.end_lr} and end_lr_factor {config.end_lr_factor} disagree: with lr {config.lr} the factor "

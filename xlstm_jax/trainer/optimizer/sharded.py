@@ -1,4 +1,4 @@
-"""Gradient transformations that take norms, the same on every mesh: they sum over the shards of a leaf."""
+"""Gradient transformations based on norms that are summed over shards, so that they do not depend on the mesh."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def clip_by_global_norm_sharded(max_norm: float) -> optax.GradientTransformation
     """Clip gradients by their global norm, taken over all shards.
 
     Args:
-        max_norm: The largest norm that gradients keep; longer ones are scaled down to it.
+        max_norm: The maximum norm; larger gradients are scaled down to it.
 
     Returns:
         The gradient transformation.
@@ -41,10 +41,10 @@ def clip_by_global_norm_sharded(max_norm: float) -> optax.GradientTransformation
 
 
 def clip_by_global_norm_replicated(max_norm: float) -> optax.GradientTransformation:
-    """Clip gradients by their global norm, which each device computes alone; a gradient that is split is refused.
+    """Clip gradients by their global norm, computed on each device separately; a sharded gradient raises an error.
 
     Args:
-        max_norm: The largest norm that gradients keep; longer ones are scaled down to it.
+        max_norm: The maximum norm; larger gradients are scaled down to it.
 
     Returns:
         The gradient transformation.
@@ -98,7 +98,7 @@ def _scale_by_trust_ratio(update: Parameter, param: Parameter, stacked: bool) ->
 
 
 def _norm(leaf: Parameter, *, per_block: bool) -> jax.Array:
-    """Return the norm of a whole leaf, or with `per_block` of each of its blocks that this device holds."""
+    """Return the norm of a leaf over all shards, or with `per_block` of each of this device's blocks."""
     value = unboxed(leaf)
     part = with_names(value[0], partition_names(leaf)[1:]) if per_block else leaf
     return jnp.sqrt(sum_over_shards(squared_sum(value, keep_leading=per_block), part))
