@@ -1,1 +1,1 @@
-"""Cross-entropy over a vocabulary, from features: what it needs of the logits, without keeping them."""
+"""Cross-entropy over a vocabulary, computed from features without materialising all logits."""

@@ -1,8 +1,8 @@
-"""The cross-entropy of targets from features: each token's loss, and gradients, with or without keeping logits.
+"""Cross-entropy from features: the losses of tokens and their gradients, with or without saved logits.
 
-The vocabulary may be sharded over devices, so there are two halves, between which callers combine the sums of all
-devices. Plain JAX computes the logits of a few tokens at a time; on Hopper GPUs, the forward pass has none in memory at
-all. If logits are saved nevertheless, the backward pass needs one matmul less.
+The vocabulary may be sharded over devices, so there are two functions, between which callers combine the sums of all
+devices. Plain JAX computes the logits of a chunk of tokens at a time; on Hopper GPUs, the forward pass stores no logits
+in global memory. If logits are saved for the backward pass, it needs one matmul less.
 """
 
 import logging
@@ -32,18 +32,18 @@ def vocabulary_sums(
     tokens_per_chunk: int,
     keep_logits: bool = False,
 ) -> tuple[VocabularySums, KeptLogits | None]:
-    """Compute what the losses of targets need of the logits, and which logit is the largest.
+    """Compute the sums over the vocabulary that the losses need, and the index of the largest logit.
 
-    The kernels for Hopper GPUs do not search for the largest logit: there, `best` is the target if no logit is larger,
-    and otherwise the size of this part of the vocabulary.
+    The kernels for Hopper GPUs do not compute the index of the largest logit: there, `best` is the target if no logit
+    is larger, and otherwise the size of this shard of the vocabulary.
 
     Args:
         x: The features of tokens.
-        kernel: The projection to this device's part of the vocabulary.
-        targets: Where the target of each token is in that part; outside of it if it is in another.
-        dtype: Precision of the matmuls, whose sums are float32 at least.
-        cap: Logits are squashed into (-cap, cap); `None` leaves them as they are.
-        tokens_per_chunk: How many tokens plain JAX computes at once.
+        kernel: The projection to this device's shard of the vocabulary.
+        targets: The index of the target of each token in that shard; out of range if the target is in another shard.
+        dtype: Precision of the matmuls, which accumulate in float32 at least.
+        cap: Logits are squashed into (-cap, cap); `None` for no cap.
+        tokens_per_chunk: The number of tokens in a chunk in plain JAX.
         keep_logits: Whether to save all logits for `gradients`.
 
     Returns:
@@ -54,7 +54,7 @@ def vocabulary_sums(
         from xlstm_jax.kernels.cross_entropy import hopper
 
         size = kernel.shape[1]
-        # The kernels pad the vocabulary: a target in the padding would have the logit of the padding.
+        # The kernels pad the vocabulary: an out-of-range target would have the logit of the padding.
         own_targets = jnp.where((targets >= 0) & (targets < size), targets, -1)
         sums, kept = hopper.vocabulary_sums(x.astype(dtype), kernel.astype(dtype), own_targets, **options)
         largest, _, target_logits = sums
@@ -75,17 +75,18 @@ def gradients(
     cap: float | None,
     tokens_per_chunk: int,
 ) -> tuple[Float[Array, "t d"], Float[Array, "d v"]]:
-    """Compute the gradients of features and kernel, a few tokens at a time.
+    """Compute the gradients of features and kernel, a chunk of tokens at a time.
 
-    It is not left to JAX, which would multiply the gradients of logits in float32, at a fraction of the speed of
-    bfloat16, and scatter those of the targets. The gradient of the kernel is accumulated in the kernel's own precision.
+    Automatic differentiation would compute the matmuls with the gradients of logits in float32, at a fraction of the
+    speed of bfloat16, and scatter the gradients of target logits. The gradient of the kernel is accumulated in the
+    precision of the kernel.
 
     Args:
-        x: As for `vocabulary_sums`; so are `kernel`, `targets`, `dtype` and `cap`.
+        x: As for `vocabulary_sums`, like `kernel`, `targets`, `dtype` and `cap`.
         log_totals: The logarithm of the sum of the exponentials of all logits of each token.
         dlosses: The gradient of each token's loss.
-        kept: The logits; recomputed if they were not saved.
-        tokens_per_chunk: How many tokens are computed at once.
+        kept: The saved logits; `None` recomputes them.
+        tokens_per_chunk: The number of tokens in a chunk.
     """
     narrow = kernel.astype(dtype)
     is_fused = kept is None and _is_fused(min(tokens_per_chunk, x.shape[0]), kernel, dtype)
@@ -111,7 +112,7 @@ def gradients(
 
 
 def fused_problem(num_tokens: int, num_features: int, vocab_size: int, dtype: DTypeLike) -> str | None:
-    """Return why logits are computed in plain JAX, or `None` if the kernels for Hopper GPUs compute them."""
+    """Return why the kernels for Hopper GPUs are not used, or `None` if they are."""
     if problem := hopper_unavailable_reason():
         return problem
     if jnp.dtype(dtype) != jnp.bfloat16:

@@ -1,11 +1,11 @@
-"""Logits on Hopper GPUs that need not leave the chip: their sums over the vocabulary, and their gradients.
+"""Fused logits on Hopper GPUs: their sums over the vocabulary and their gradients, without storing the logits.
 
-Grid        (split of the vocabulary, rows of tokens). A thread block has `ROWS` tokens and runs over its split of the
-            vocabulary. Each of its two computing warpgroups has half of the tokens and multiplies by itself, so that
-            one sums up, or stores, a tile of logits while the other keeps the tensor cores busy.
-Clusters    two thread blocks have other tokens and the same split, and load its tiles of the kernel together.
-Shapes      t tokens, d features, v vocabulary; `_smem` buffers begin with ring stages, and `w` are the two computing
-            warpgroups.
+Grid        (split of the vocabulary, rows of tokens). A thread block has `ROWS` tokens and loops over its split of the
+            vocabulary. Its two compute warpgroups have half of the tokens each and are not synchronised, so that one
+            reduces or stores a tile of logits while the other keeps the tensor cores busy.
+Clusters    two thread blocks with different tokens and the same split, which load the tiles of the kernel by multicast.
+Shapes      t tokens, d features, v vocabulary; the first axis of `_smem` buffers is the ring stage, and `w` are the two
+            compute warpgroups.
 Ring        `TILE` features of the tokens, and of the kernel for `COLUMNS` logits.
 """
 
@@ -32,17 +32,17 @@ from xlstm_jax.kernels.mosaic_gpu.tiles import ACCUMULATOR, OPERAND, broadcast_r
 
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30
-"""Below all logits, and finite."""
+"""A finite lower bound of all logits."""
 
 Carry = tuple[jax.Array, ...]
-"""What a warpgroup carries from tile to tile, one number per token each."""
+"""The loop carry of a warpgroup over tiles; each array has one element per token."""
 AddTile = Callable[[jax.Array, jax.Array, Index, Carry], Carry]
-"""Takes a tile of logits, the ids of its columns in the vocabulary, the first of them, and the carry."""
+"""Maps a tile of logits, the vocabulary ids of its columns, the first id, and the carry to the new carry."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Refs:
-    """The references of the kernels; what one of them does not read or write is `None`."""
+    """The references of the kernels; those that a kernel does not use are `None`."""
 
     # Inputs in global memory.
     x: Ref  # [t, d]
@@ -67,12 +67,12 @@ class _Refs:
 
 
 class _Split(NamedTuple):
-    """The part of the work of a thread block."""
+    """The work of a thread block."""
 
     split: Index
     block: Index
     first: Index
-    """Its first tile of the vocabulary."""
+    """The first tile of the vocabulary."""
     num_tiles: Index
 
     def tokens(self, warpgroup: Index) -> Slice:
@@ -81,7 +81,7 @@ class _Split(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The part of the work of a computing warpgroup."""
+    """The work of a compute warpgroup."""
 
     part: _Split
     warpgroup: Index
@@ -90,7 +90,7 @@ class _Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel(abc.ABC):
-    """What the two kernels have in common: their references, and what is known when they are traced."""
+    """Base class of the two kernels: their references and static parameters."""
 
     refs: _Refs
     num_features: int
@@ -102,7 +102,7 @@ class _Kernel(abc.ABC):
 
     @abc.abstractmethod
     def _compute_tokens(self, work: _Work) -> None:
-        """Compute the results of the tokens of a warpgroup."""
+        """Compute the results for the tokens of a warpgroup."""
 
     @property
     def ring(self) -> Ring:
@@ -111,7 +111,7 @@ class _Kernel(abc.ABC):
 
     @property
     def depth(self) -> int:
-        """The steps of the matmul of a tile of logits."""
+        """The number of ring tiles in the matmul of a tile of logits."""
         return self.num_features // TILE
 
     def __call__(self) -> None:
@@ -127,19 +127,19 @@ class _Kernel(abc.ABC):
             2, compute=functools.partial(self._compute, part), load=functools.partial(self._load, part)
         )
 
-    # The computing warpgroups.
+    # The compute warpgroups.
 
     def _compute(self, part: _Split, warpgroup: Index) -> None:
         self._compute_tokens(_Work(part, warpgroup, part.tokens(warpgroup)))
 
     def _for_each_tile(self, work: _Work, add_tile: AddTile, carry: Carry) -> Carry:
-        """Compute all tiles of logits of a warpgroup, call `add_tile` for each, and return the last carry."""
+        """Compute the tiles of logits of a warpgroup, call `add_tile` for each, and return the final carry."""
 
         def tile(n: Index, carry: Carry) -> Carry:
             acc_shape = plgpu.ACC((TILE, COLUMNS), jnp.float32)
             logits = pl.run_scoped(functools.partial(self._multiply, work.warpgroup, n * self.depth), acc_shape)
             if self.cap is not None:
-                # The hyperbolic tangent of the hardware has eleven bits.
+                # The hardware tanh has only eleven bits of precision.
                 logits = self.cap - (2.0 * self.cap) / (1.0 + jnp.exp2(logits * (2.0 * LOG2_E / self.cap)))
             start = (work.part.first + n) * COLUMNS
             ids = plgpu.broadcasted_iota(jnp.int32, (TILE, COLUMNS), 1, layout=ACCUMULATOR) + start
@@ -158,19 +158,19 @@ class _Kernel(abc.ABC):
             plgpu.wgmma_wait(1)
             pl.when(n > 0)(lambda: self.ring.release(first_tile + n - 1))
 
-        logits = acc[...]  # which waits for it
+        logits = acc[...]  # waits for the matmul
         self.ring.release(first_tile + self.depth - 1)
         return logits
 
     def _store_tile(self, tile: jax.Array, target: Ref) -> None:
-        """Start to store a warpgroup's tile, once the one before has left the staging."""
+        """Start the store of a warpgroup's tile, once the previous one has left the staging buffer."""
         staging = self.refs.staging_smem.at[lax.axis_index("warpgroup")]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staging[...] = tile.astype(staging.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging, target)
 
-    # The warpgroup that loads.
+    # The load warpgroup.
 
     def _load(self, part: _Split) -> None:
         refs = self.refs
@@ -190,7 +190,7 @@ class _Kernel(abc.ABC):
 
 
 class _SumsKernel(_Kernel):
-    """The largest logit, the sum of exponentials of logits less that, and the target's logit of each token."""
+    """Computes the largest logit, the sum of `exp(logit - largest)`, and the target's logit of each token."""
 
     def _compute_tokens(self, work: _Work) -> None:
         refs = self.refs
@@ -222,7 +222,7 @@ class _SumsKernel(_Kernel):
 
 
 class _LogitGradientsKernel(_Kernel):
-    """The gradients of logits before they are capped."""
+    """Computes the gradients of logits before the cap."""
 
     def _compute_tokens(self, work: _Work) -> None:
         refs = self.refs
@@ -253,14 +253,14 @@ def vocabulary_sums(
     keep_logits: bool = False,
     interpret: Interpret = None,
 ) -> tuple[tuple[Float[Array, " t"], Float[Array, " t"], Float[Array, " t"]], KeptLogits | None]:
-    """Compute the largest logit of each token, the sum of the exponentials of logits less that, and its target's logit.
+    """Compute for each token the largest logit, the sum of `exp(logit - largest)`, and the target's logit.
 
     Args:
         x: The features of tokens.
         kernel: The projection to the vocabulary.
-        targets: The target of each token; that of one without a target here is outside of the vocabulary.
-        cap: Logits are squashed into (-cap, cap); `None` leaves them as they are.
-        keep_logits: Whether to store logits, as distances from the largest of those before them.
+        targets: The target of each token; out of range if the target is in another shard.
+        cap: Logits are squashed into (-cap, cap); `None` for no cap.
+        keep_logits: Whether to save the logits, as distances from the running maximum.
         interpret: How to simulate a GPU on a CPU.
     """
     num_tokens, vocab_size = x.shape[0], kernel.shape[1]
@@ -296,7 +296,7 @@ def logit_gradients(
     cap: float | None,
     interpret: Interpret = None,
 ) -> BFloat16[Array, "t v"]:
-    """Compute the gradients of logits before they are capped.
+    """Compute the gradients of logits before the cap.
 
     Args:
         x: The features of tokens.
@@ -336,12 +336,12 @@ def _launch(
     Args:
         kernel: The kernel.
         name: Its name.
-        inputs: What it reads.
-        outputs: What it writes.
-        splits: The parts of the vocabulary.
+        inputs: Its input arrays.
+        outputs: The shapes of its results.
+        splits: The number of splits of the vocabulary.
         cap: Logits are squashed into (-cap, cap).
         interpret: How to simulate a GPU on a CPU; the simulation has no clusters.
-        stored_dtype: The precision of tiles that it stores, if it does.
+        stored_dtype: The precision of the tiles that it stores; `None` if it stores none.
     """
     (num_tokens, num_features), vocab_size = inputs["x"].shape, inputs["kernel"].shape[1]
     num_stages = 4 if stored_dtype is None else 3
@@ -367,7 +367,7 @@ def _scratch(num_stages: int, stored_dtype: DTypeLike | None, *, is_cluster: boo
         "x_smem": plgpu.SMEM((num_stages, 2, TILE, TILE), jnp.bfloat16, transforms=OPERAND),
         "kernel_smem": plgpu.SMEM((num_stages, TILE, COLUMNS), jnp.bfloat16, transforms=OPERAND),
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=num_stages),
-        # What one block of a cluster loads, it loads for both, so both have to have released the stage.
+        # A load of one block of a cluster is multicast to both, so both must have released the stage.
         "empty": plgpu.ClusterBarrier(collective_axes=("cluster",), **empty) if is_cluster else plgpu.Barrier(**empty),
     }
     if stored_dtype is not None:

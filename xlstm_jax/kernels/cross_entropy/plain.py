@@ -13,37 +13,37 @@ from xlstm_jax.kernels.shared.soft_cap import soft_cap_logits
 Tree = TypeVar("Tree")
 
 FARTHEST = -6e4
-"""Of what is kept in float16: below it, an exponential is zero by far."""
+"""The lower bound of distances that are saved in float16; the exponential of any lower one is zero."""
 
 
 class VocabularySums(NamedTuple):
-    """What the loss of each token needs of its logits; logits and indices are those of one part of the vocabulary."""
+    """The sums over one shard of the vocabulary that the loss of each token needs; indices are within the shard."""
 
     largest: jax.Array
     """The largest logit."""
     totals: jax.Array
-    """The sum of the exponentials of all logits less the largest one."""
+    """The sum of `exp(logit - largest)`."""
     target_logits: jax.Array
-    """The logit of the target; 0 if the target is not in this part."""
+    """The logit of the target; 0 if the target is in another shard."""
     best: jax.Array
     """The index of the largest logit, the first one if several are equal."""
 
 
 class KeptLogits(NamedTuple):
-    """Logits as a forward pass keeps them.
+    """Logits that a forward pass saves for the backward pass.
 
-    They are kept as distances from a number that none of their neighbours exceeds. The more a logit counts, the smaller
-    its distance is, so float16 rounds no exponential that counts by more than bfloat16 would.
+    They are stored as distances from a reference that none of the neighbouring logits exceeds. The larger a logit, the
+    smaller is its distance, so float16 rounds the exponentials that matter by no more than bfloat16 would.
     """
 
     distances: jax.Array
-    """`[tokens, vocabulary]`, none of them positive."""
+    """`[tokens, vocabulary]`; none is positive."""
     references: jax.Array
-    """`[tokens, tiles]`, for each `COLUMNS` logits one."""
+    """`[tokens, tiles]`, one for each `COLUMNS` logits."""
 
 
 def compute_logits(x: jax.Array, kernel: jax.Array, *, dtype: DTypeLike, cap: float | None) -> jax.Array:
-    """Multiply in a precision with sums in float32 at least, and squash the products into (-cap, cap)."""
+    """Compute logits, with a matmul that accumulates in float32 at least, and squash them into (-cap, cap)."""
     wide = jnp.promote_types(dtype, jnp.float32)
     logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=wide)
     return soft_cap_logits(logits, cap)
@@ -59,7 +59,7 @@ def vocabulary_sums(
     tokens_per_chunk: int,
     keep_logits: bool,
 ) -> tuple[VocabularySums, KeptLogits | None]:
-    """Compute what `api.vocabulary_sums` does, for a chunk of tokens at a time."""
+    """Compute `api.vocabulary_sums`, a chunk of tokens at a time."""
     size = kernel.shape[-1]
 
     def of_chunk(chunk: tuple[jax.Array, ...]) -> Any:
@@ -83,12 +83,12 @@ def vocabulary_sums(
 
 
 def kept_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return the precision in which logits are kept that are products in another."""
+    """Return the precision in which logits are saved, for matmuls in the given precision."""
     return jnp.dtype("float16") if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
 
 
 def restored(kept: KeptLogits) -> jax.Array:
-    """Return kept logits as they were, but for rounding."""
+    """Return the saved logits, up to rounding."""
     references = jnp.repeat(kept.references, COLUMNS, axis=-1)[:, : kept.distances.shape[-1]]
     return kept.distances.astype(references.dtype) + references
 
@@ -96,14 +96,14 @@ def restored(kept: KeptLogits) -> jax.Array:
 def logit_gradients(
     logits: jax.Array, targets: jax.Array, log_totals: jax.Array, dlosses: jax.Array, *, cap: float | None
 ) -> jax.Array:
-    """Compute the gradients of logits before they are capped, in the precision of logits; arguments as in `api`."""
+    """Compute the gradients of logits before the cap, in the precision of logits; arguments as in `api`."""
     is_target = jnp.arange(logits.shape[-1]) == targets[:, None]
     gradients = (jnp.exp(logits - log_totals[:, None]) - is_target) * dlosses[:, None]
     return gradients if cap is None else gradients * (1.0 - jnp.square(logits / cap))
 
 
 def cut_into_chunks(tree: Tree, tokens_per_chunk: int) -> Tree:
-    """Cut arrays of tokens into chunks, the last one filled up with zeros."""
+    """Split arrays of tokens into chunks; the last chunk is zero-padded."""
     num_tokens = jax.tree.leaves(tree)[0].shape[0]
     size = min(tokens_per_chunk, num_tokens)
 

@@ -1,4 +1,4 @@
-"""Targets outside the vocabulary: their loss is NaN, and so is its gradient wherever the loss counts."""
+"""Targets outside the vocabulary: their loss is NaN, and so is its gradient unless the loss is masked."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 
 def is_in_vocabulary(targets: Integer[Array, "*tokens"], vocab_size: int) -> Bool[Array, "*tokens"]:
-    """Tell which targets are token ids from 0 to `vocab_size - 1`, for integers of any type."""
+    """Return which targets are in `[0, vocab_size)`, for integers of any type."""
     targets = targets.astype(jnp.int32)  # ids of 2**31 and more become negative
     return (targets >= 0) & (targets < vocab_size)
 
@@ -15,7 +15,7 @@ def is_in_vocabulary(targets: Integer[Array, "*tokens"], vocab_size: int) -> Boo
 def nan_where_invalid(losses: Float[Array, "*tokens"], is_valid: Bool[Array, "*tokens"]) -> Float[Array, "*tokens"]:
     """Replace the losses of invalid targets by NaN.
 
-    Their gradients are NaN too, except where the gradient of the loss is 0: a loss that is masked changes nothing.
+    Their gradients are NaN too, unless the gradient of the loss is 0: a masked loss has no effect.
     """
     return jnp.where(is_valid, losses, jnp.nan)
 

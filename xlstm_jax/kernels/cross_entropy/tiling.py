@@ -1,23 +1,23 @@
-"""The tiles of logits of the kernels for Hopper GPUs: plain numbers, known before anything runs."""
+"""Tilings of logits for the kernels for Hopper GPUs, chosen ahead of time from plain integers."""
 
 from xlstm_jax.kernels.mosaic_gpu.device import NUM_SMS, ROWS, TILE
 
 COLUMNS = 256
-"""Logits of a token that a warpgroup computes at once."""
+"""Columns of a tile of logits of a warpgroup."""
 CLUSTER = 2
-"""Thread blocks that load the projection together."""
+"""Thread blocks of a cluster, which share the loads of the projection."""
 NUM_CLUSTERS = NUM_SMS // CLUSTER
-"""How many run at once on an H100 or H200."""
+"""Clusters that run concurrently on an H100 or H200."""
 MAX_SPLITS = 8
 ENOUGH = 0.9
-"""The share of a GPU that should be busy."""
+"""The target occupancy: the fraction of the GPU that should be busy."""
 MULTIPLE_OF_TOKENS = CLUSTER * ROWS
 MULTIPLE_OF_FEATURES = TILE
 MULTIPLE_OF_VOCABULARY = 64
 
 
 def num_splits(num_tokens: int) -> int:
-    """Return into how many parts to split the vocabulary so that thread blocks fill a GPU evenly."""
+    """Return the number of splits of the vocabulary with which thread blocks occupy a GPU evenly."""
     clusters = num_tokens // MULTIPLE_OF_TOKENS
 
     def share(splits: int) -> float:
@@ -29,7 +29,7 @@ def num_splits(num_tokens: int) -> int:
 
 
 def tiling_problem(num_tokens: int, num_features: int, vocab_size: int) -> str | None:
-    """Return why there is no kernel for a size, or `None` if there is one."""
+    """Return why the kernels do not support a size, or `None` if they do."""
     for name, value, multiple in (
         ("tokens", num_tokens, MULTIPLE_OF_TOKENS),
         ("features", num_features, MULTIPLE_OF_FEATURES),

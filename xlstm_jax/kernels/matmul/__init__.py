@@ -1,1 +1,1 @@
-"""Matmuls with custom gradients: several kernels on the same features, and float8."""
+"""Matmuls with custom gradients: several kernels with shared features, and float8."""

@@ -2,11 +2,11 @@
 
     a . b = scale_a scale_b (round(a / scale_a) . round(b / scale_b))
 
-Features and kernels have four bits for the exponent and three for the mantissa, gradients five and two, as they spread
-over more magnitudes. A scale is the smallest power of two that brings the largest number of an array into the range, so
-that nothing but these roundings is inexact. It is computed for each array: nothing is carried from step to step.
+Features and kernels are e4m3 (four exponent bits, three mantissa bits), gradients e5m2, as they need more range. The
+scale is the smallest power of two that brings the largest magnitude of an array into the range, so scaling is exact,
+and only the conversion to float8 rounds. Scales are computed for each array: there is no state from step to step.
 
-XLA compiles each to one matmul on Hopper's tensor cores, with the scales and the transposes that these need.
+XLA compiles each matmul to one on Hopper's tensor cores, with the scales and the transposes that it needs.
 """
 
 import functools
@@ -24,16 +24,16 @@ FEATURES, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 class Scaled(NamedTuple):
-    """An array in float8, and the scale that it is multiplied by."""
+    """An array in float8, and the scale by which to multiply it."""
 
     numbers: Float[Array, "..."]
     scale: Float[Array, ""]
 
 
 def scaled(x: Float[Array, "..."], dtype: DTypeLike) -> Scaled:
-    """Round an array to float8; if an element is not finite, all of them are NaN."""
+    """Quantise an array to float8; if any element is not finite, all become NaN."""
     top = float(jnp.finfo(dtype).max)
-    # The quotient is in [0.5, 1) times a power of two; where all is zero, that is the smallest normal number.
+    # The quotient is in [0.5, 1) times a power of two; for an array of zeros, it is the smallest normal number.
     quotient = jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32) / top, jnp.finfo(jnp.float32).tiny)
     _, exponent = jnp.frexp(quotient)
     scale = jnp.where(jnp.isfinite(quotient), jnp.ldexp(jnp.float32(1), exponent), jnp.nan)
@@ -44,12 +44,12 @@ def scaled(x: Float[Array, "..."], dtype: DTypeLike) -> Scaled:
 def float8_products(
     x: Float[Array, "... i"], kernels: tuple[Float[Array, "i _"], ...], dtype: DTypeLike
 ) -> tuple[Float[Array, "... _"], ...]:
-    """Multiply features by several kernels, in float8, as are the matmuls of the backward pass.
+    """Multiply features by several kernels; this and the matmuls of the backward pass are in float8.
 
     Args:
         x: The features.
         kernels: The kernels.
-        dtype: Precision of the results; at least that of bfloat16, whose range they need.
+        dtype: Precision of the results; they need at least the range of bfloat16.
     """
     outputs, _ = _forward(x, kernels, dtype)
     return outputs
@@ -58,12 +58,12 @@ def float8_products(
 def _forward(x, kernels, dtype):
     features = scaled(x, FEATURES)
     matmul = functools.partial(_matmul, "...i,io->...o", features, dtype=dtype)
-    # Named, as a policy that saves matmuls would save them without their scale.
+    # Named, because a policy that saves matmuls would otherwise save the unscaled results.
     return tuple(keep(matmul(scaled(kernel, FEATURES))) for kernel in kernels), (features, kernels)
 
 
 def _backward(dtype, residuals, gradients):
-    """Concatenate the gradients of all outputs, so that sums over kernels are part of a matmul."""
+    """Compute the gradients with the output gradients concatenated, so that the sum over kernels is one matmul."""
     features, kernels = residuals
     dy = scaled(jnp.concatenate(gradients, axis=-1), GRADIENTS)
     kernel = scaled(jnp.concatenate(kernels, axis=-1), FEATURES)
@@ -76,6 +76,6 @@ float8_products.defvjp(_forward, _backward)
 
 
 def _matmul(form: str, a: Scaled, b: Scaled, *, dtype: DTypeLike, precision: str | None = None) -> jax.Array:
-    """Multiply two scaled arrays; the highest precision does without the short sums of Hopper's fast accumulation."""
+    """Multiply two scaled arrays; the highest precision turns off Hopper's fast low-precision accumulation."""
     y = jnp.einsum(form, a.numbers, b.numbers, preferred_element_type=dtype, precision=precision)
     return y * (a.scale * b.scale).astype(dtype)

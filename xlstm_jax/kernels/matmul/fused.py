@@ -1,11 +1,10 @@
-"""Matmuls of the same features with several kernels, whose backward pass is two matmuls, not a sum of many.
+"""Matmuls of the same features with several kernels, with a backward pass of two fused matmuls.
 
 In the backward pass, the gradients of all outputs are concatenated, and so are the kernels: one matmul then gives the
 gradient of the features, and another the gradients of all kernels.
 
-Where features are bfloat16, an output may still be float32. Its kernel is then split into two bfloat16 matrices, which
-have 16 of its 24 bits, and so is its gradient: matmuls with them run at full speed, and there is no float32 copy of the
-features.
+With bfloat16 features, an output may still be float32. Then its kernel is split into two bfloat16 matrices, which have
+16 of its 24 bits, and its gradient likewise: their matmuls run at full speed, without a float32 copy of the features.
 """
 
 import functools
@@ -18,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 WIDTH = 64
-"""Columns are padded to a multiple of this where there are small outputs, as tensor cores need it."""
+"""The multiple to which columns are padded if there are small outputs, as tensor cores require."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -29,8 +28,8 @@ def products(
 
     Args:
         x: The features.
-        kernels: The kernels, all of one precision.
-        dtypes: The precision of each output: that of the features, or float32 for features in bfloat16.
+        kernels: The kernels, all with the same precision.
+        dtypes: The precision of each output: that of the features, or float32 if the features are bfloat16.
     """
     outputs, _ = _forward(x, kernels, dtypes)
     return outputs
@@ -54,13 +53,13 @@ def _backward(dtypes, residuals, gradients):
     if finer:
         dy, dy_rest = _halves(_concatenate_columns(gradients, finer))
         side, side_rest = _halves(_concatenate_columns(kernels, finer))
-        # The matmul of both rests would be below the precision.
+        # The matmul of the two remainders is negligible in this precision.
         dys += [dy, dy_rest, dy]
         sides += [side, side, side_rest]
         missing = -sum(part.shape[-1] for part in sides) % WIDTH
         dys.append(jnp.zeros((*x.shape[:-1], missing), x.dtype))
         sides.append(jnp.zeros((x.shape[-1], missing), x.dtype))
-    # Behind a barrier, as XLA would otherwise concatenate them once more for each matmul.
+    # Without the barrier, XLA would concatenate them again for each matmul.
     dy, kernel = lax.optimization_barrier([jnp.concatenate(parts, axis=-1) for parts in (dys, sides)])
     dkernel = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=kernels[0].dtype)
     parts = split_columns(dkernel, sides)
@@ -75,7 +74,7 @@ products.defvjp(_forward, _backward)
 
 
 def _by_precision(dtype: jnp.dtype, dtypes: Sequence[jnp.dtype]) -> tuple[list[int], list[int]]:
-    """Return which outputs have the precision of the features, and which a higher one."""
+    """Return the indices of the outputs in the precision of the features, and of those in a higher one."""
     same = [index for index, other in enumerate(dtypes) if other == dtype]
     return same, [index for index in range(len(dtypes)) if index not in same]
 
@@ -91,6 +90,6 @@ def split_columns(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return two arrays in bfloat16 whose sum is nearly an array in float32."""
-    coarse = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # XLA may leave out a conversion there and back
+    """Split a float32 array into two bfloat16 arrays whose sum approximates it."""
+    coarse = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # XLA may remove a conversion back and forth
     return coarse.astype(jnp.bfloat16), (x - coarse).astype(jnp.bfloat16)

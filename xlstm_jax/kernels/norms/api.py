@@ -1,4 +1,4 @@
-"""Norms for callers: in one pass over memory where there is a kernel, in plain JAX elsewhere."""
+"""Public functions for norms: fused kernels where available, plain JAX elsewhere."""
 
 import logging
 import math
@@ -42,9 +42,9 @@ def rms_norm(x: Float[Array, "*rows d"], scale: Float[Array, " d"], *, eps: floa
 def rms_norm_with_skip(
     x: Float[Array, "*rows d"], scale: Float[Array, " d"], *, eps: float
 ) -> tuple[Float[Array, "*rows d"], Float[Array, "*rows d"]]:
-    """Return the features as they are, and `rms_norm` of them; arguments as there.
+    """Return the unchanged features, and their `rms_norm`; the arguments are those of `rms_norm`.
 
-    Where both are used, as on a residual stream, a kernel can add up the gradients of both.
+    If both are used, as on a residual stream, the kernel also adds up the gradients of both.
     """
     *rows, width = x.shape
     if not _is_fused("RMS norm", math.prod(rows), 1, width, x.dtype):
@@ -59,16 +59,16 @@ def rms_norm_with_skip(
 def gated_head_norm(
     hidden: Float[Array, "*rows h d"], gate: Float[Array, "*rows c"], scale: Float[Array, " c"], *, eps: float
 ) -> Float[Array, "*rows c"]:
-    """Standardise the features of each head by themselves, scale those of all heads, and gate them.
+    """Standardise the features of each head separately, then scale and gate the features of all heads.
 
     Args:
         hidden: The features of each head.
-        gate: Pre-activations of the gates of all features, whose activation is the sigmoid.
+        gate: Pre-activations of the sigmoid gates of all features.
         scale: The scale of all features.
         eps: Added to the variance.
 
     Returns:
-        `sigmoid(gate) * scale * standardize(hidden)`, with one axis for the features of all heads.
+        `sigmoid(gate) * scale * standardize(hidden)`, with the features of all heads in one axis.
     """
     *rows, num_heads, width = hidden.shape
     if not _is_fused("Head norm", math.prod(rows), num_heads, width, hidden.dtype, gate.dtype):
@@ -81,13 +81,13 @@ def gated_head_norm(
 
 
 def fused_problem(num_rows: int, num_heads: int, width: int, *dtypes: DTypeLike) -> str | None:
-    """Return why the kernels for Hopper GPUs do not compute a norm here, or `None` if they do.
+    """Return why the kernels for Hopper GPUs are not used for a norm, or `None` if they are.
 
     Args:
         num_rows: The number of rows.
-        num_heads: Heads in a row, each with its own statistics.
-        width: Numbers in a head.
-        *dtypes: The types of all arrays of rows.
+        num_heads: The number of heads in a row, each with its own statistics.
+        width: The number of features in a head.
+        *dtypes: The dtypes of all arrays of rows.
     """
     if problem := hopper_unavailable_reason():
         return problem

@@ -1,8 +1,8 @@
 """Norms on a Hopper GPU: each number is read once and written once, in the forward and in the backward pass.
 
-The bandwidth of memory is the limit. A thread block runs over tiles of whole rows of one head, and prefetches the next
-tile into registers while it computes with one; several blocks share a multiprocessor. The backward pass computes the
-statistics again from its tile, so nothing but the inputs is saved for it:
+The kernels are limited by memory bandwidth. A thread block loops over tiles of whole rows of one head, and prefetches
+the next tile into registers while it computes with the current one; several thread blocks share a multiprocessor. The
+backward pass recomputes the statistics from its tile, so only the inputs are saved for it:
 
     n = (x - mean) r,     r = 1/sqrt(variance + eps)                   without the mean for `rms_norm`
     y = n scale sigmoid(gate)
@@ -10,8 +10,8 @@ statistics again from its tile, so nothing but the inputs is saved for it:
     dgate  = dn n (1 - sigmoid(gate))
     dscale = sum over rows of dy n sigmoid(gate)
 
-Each block sums its part of `dscale` in registers, and XLA sums the few hundred parts. Computations are in float32, and
-results are rounded once.
+Each block accumulates its part of `dscale` in registers, and XLA sums the few hundred parts. Computations are in
+float32, and results are rounded once.
 """
 
 import dataclasses
@@ -35,15 +35,15 @@ RESIDENT = {
     "gated_head_norm": {16: 6, 24: 4, 32: 3},
     "gated_head_norm_gradients": {16: 3, 32: 2},
 }
-"""Blocks for which the registers of a multiprocessor suffice, as compiled, by the most numbers in a thread."""
+"""Resident blocks per multiprocessor, limited by the registers of the compiled kernel, by elements per thread."""
 COLUMNS = plgpu.Layout.TILED(
     plgpu.Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(plgpu.Replicated(4), -2), vector_dim=-1
 )
-"""32 columns at a time, each in one place of one warp, or four: rows are summed without any exchange."""
+"""Layout with 32 columns at a time, each in one lane of one or four warps: sums over rows need no exchange."""
 
 
 class _Rows:
-    """Operations on the rows of a tile, which is spread over the threads as a tiling says."""
+    """Operations on the rows of a tile, which is distributed over the threads by a tiling."""
 
     def __init__(self, tiling: Tiling):
         self.shape = tiling.rows, tiling.width
@@ -68,14 +68,14 @@ class _Rows:
         return x - self.mean(x)
 
     def normalize(self, x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-        """Return rows divided by their root mean square, and the inverse of that."""
+        """Return normalised rows and the inverse RMS that they were scaled by."""
         mean_square = jnp.sum(x * x, axis=1) * (1 / self.shape[1])
         r = lax.broadcast_in_dim(lax.rsqrt(mean_square + eps), self.shape, [0])
         return x * r, r
 
 
 def _layout(tiling: Tiling) -> Any:
-    """Return the layout of a tile over the threads; Pallas needs dimensions of 1 to be left out."""
+    """Return the layout of a tile over the threads, without dimensions of size 1, which Pallas does not allow."""
     part, vector = tiling.lanes * tiling.vector, (tiling.vector,)
     if tiling.lanes < LANES:  # A warp has several rows: [warps, 1, rows, lanes, vector].
         rows = LANES // tiling.lanes
@@ -90,7 +90,7 @@ def _layout(tiling: Tiling) -> Any:
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
-    """Compute the sigmoid without the slow path of a rounded division."""
+    """Compute the sigmoid without the slow path of an exactly rounded division."""
     return lax.square(lax.rsqrt(1 + lax.exp2(-LOG2_E * x)))
 
 
@@ -131,7 +131,7 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def rms_norm_with_skip(
     x: Float[Array, "rows d"], scale: Float[Array, " d"], eps: float, interpret: Interpret = None
 ) -> tuple[Float[Array, "rows d"], Float[Array, "rows d"]]:
-    """Return the features as they are, and `rms_norm` of them: one kernel adds up the gradients of both.
+    """Return the unchanged features, and their `rms_norm`: one kernel adds up the gradients of both.
 
     Args:
         x: The features, bfloat16.
@@ -218,7 +218,7 @@ gated_head_norm.defvjp(_gated_head_norm_forward, _gated_head_norm_backward)
 
 
 Compute = Callable[..., tuple[list[jax.Array], jax.Array | None]]
-"""Computes tiles of the outputs, and of what is summed over rows, from `_Rows`, the scale and tiles of the inputs."""
+"""Computes tiles of the outputs, and the terms to sum over rows, from `_Rows`, the scale and tiles of the inputs."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -234,7 +234,7 @@ class _Refs:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """A kernel that runs over the rows of a head, a tile at a time."""
+    """A kernel that loops over tiles of the rows of a head."""
 
     refs: _Refs
     compute: Compute
@@ -248,7 +248,7 @@ class _Kernel:
         return _Rows(self.tiling)
 
     def __call__(self) -> None:
-        """Run over the tiles of a thread block."""
+        """Process the tiles of a thread block."""
         block, head = lax.axis_index("block"), lax.axis_index("head")
         scale = self.rows.load_column(self.refs.scale.at[head])
         carry = self._load(block, head), () if self.refs.sums is None else self.rows.zeros()
@@ -264,10 +264,10 @@ class _Kernel:
     def _step(
         self, block: Index, head: Index, scale: jax.Array, n: Index, carry: tuple[tuple[jax.Array, ...], Any]
     ) -> tuple[tuple[jax.Array, ...], Any]:
-        """Prefetch the next tile, compute with the one that was loaded, and store the results."""
+        """Prefetch the next tile, compute with the loaded one, and store the results."""
         loaded, sums = carry
         tile = block + n * self.num_blocks
-        # After its last tile, a block loads that one again, from the cache, and does not use it.
+        # After its last tile, a block loads the same tile again from the cache, and does not use it.
         has_next = tile + self.num_blocks < self.num_tiles
         prefetched = self._load(jnp.where(has_next, tile + self.num_blocks, tile), head)
         results, added = self.compute(self.rows, scale, *(x.astype(jnp.float32) for x in loaded))
@@ -276,7 +276,7 @@ class _Kernel:
         return prefetched, sums if self.refs.sums is None else sums + added
 
     def _store_sums(self, block: Index, head: Index, sums: jax.Array) -> None:
-        """Store the sum over the rows of a block."""
+        """Store the sums over the rows of a block."""
         refs = self.refs
         if self.tiling.rows == 1:
             store(refs.sums.at[pl.ds(block, 1), head], sums)
@@ -301,15 +301,15 @@ def _launch(
 
     Args:
         name: The name of the kernel.
-        compute: What it computes with a tile.
+        compute: The computation on a tile.
         arrays: The inputs.
-        scale: One number per column.
+        scale: The scale, one element per column.
         num_outputs: The number of outputs, which have the shape of the inputs.
-        has_sums: Whether something is summed over rows.
+        has_sums: Whether there are sums over rows.
         interpret: How to simulate a GPU on a CPU.
 
     Returns:
-        The outputs, and last the sums over rows, if there are any.
+        The outputs, followed by the sums over rows if there are any.
     """
     num_rows, num_heads, width = arrays[0].shape
     tiling = choose_tiling(width)
@@ -327,14 +327,14 @@ def _launch(
         kernel,
         out_type=[jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)] * num_outputs
         + [jax.ShapeDtypeStruct((stride, num_heads, width), jnp.float32)] * has_sums,
-        # The last axis is the fastest: blocks that run at the same time read neighbouring heads.
+        # The last axis is the fastest, so concurrent blocks read neighbouring heads.
         grid=(stride, num_heads),
         grid_names=("block", "head"),
         scratch_types=[plgpu.SMEM((tiling.rows, tiling.width), jnp.float32)] * has_sums,
-        # Only the sums are exchanged between threads, after a barrier.
+        # Threads only exchange the sums, after a barrier.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(*arrays, scale)
-    # In a scan that stacks results, XLA would otherwise run the kernel once for the stack and once more for other uses.
+    # In a scan that stacks results, XLA would otherwise run the kernel twice: for the stack, and for other uses.
     results = lax.optimization_barrier(results)
     return [*results[:num_outputs], *(jnp.sum(parts, axis=0) for parts in results[num_outputs:])]

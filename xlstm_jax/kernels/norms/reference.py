@@ -1,4 +1,4 @@
-"""The norms in plain JAX: statistics in float32 at least, results in the precision of the inputs."""
+"""Norms in plain JAX: statistics in float32 at least, results in the precision of the inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def rms_norm(x: Float[Array, "*rows d"], scale: Float[Array, " d"], *, eps: floa
 
 
 def head_norm(hidden: Float[Array, "*rows h d"], scale: Float[Array, " c"], *, eps: float) -> Float[Array, "*rows c"]:
-    """Standardise the features of each head by themselves, and scale those of all heads."""
+    """Standardise the features of each head separately, then scale the features of all heads."""
     flat = standardize(hidden, eps).reshape(*hidden.shape[:-2], -1)
     return flat * scale.astype(hidden.dtype)
 
@@ -20,7 +20,7 @@ def head_norm(hidden: Float[Array, "*rows h d"], scale: Float[Array, " c"], *, e
 def head_rms_norm(
     hidden: Float[Array, "*rows h d"], scale: Float[Array, " c"], *, eps: float
 ) -> Float[Array, "*rows c"]:
-    """Divide the features of each head by their root mean square, and scale those of all heads."""
+    """Divide the features of each head by their root mean square, then scale the features of all heads."""
     flat = _over_root_mean_square(hidden, eps).reshape(*hidden.shape[:-2], -1)
     return flat * scale.astype(hidden.dtype)
 
@@ -33,7 +33,7 @@ def gated_head_norm(
 
 
 def standardize(x: Float[Array, "*rows d"], eps: float) -> Float[Array, "*rows d"]:
-    """Subtract the mean of the last axis and divide by its deviation, in float32 at least."""
+    """Subtract the mean of the last axis and divide by its standard deviation, in float32 at least."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     return (wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""How rows are spread over the threads of a Hopper GPU: plain numbers, known before anything runs."""
+"""Tilings of rows over the threads of a Hopper GPU, chosen ahead of time from plain integers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from xlstm_jax.kernels.mosaic_gpu.device import NUM_SMS
 
 WARPS, LANES = 4, 32
-"""Warps of a block, and lanes of a warp."""
+"""Warps per thread block, and lanes per warp."""
 NUMBERS = 16
-"""Numbers of an array that a thread loads at a time, if rows are short; as many are prefetched."""
+"""Elements of an array that a thread loads at a time, if rows are short; as many are prefetched."""
 ENOUGH_NUMBERS, MAX_NUMBERS = 24, 32
-"""The most numbers of a row in a thread if more warps can share the row, and otherwise."""
+"""The maximum elements of a row per thread: if more warps can share the row, and otherwise."""
 MAX_HEAD_WIDTH = 1024
 MAX_SIZE = 2**31
 """Offsets have 32 bits."""
@@ -18,30 +18,30 @@ MAX_SIZE = 2**31
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """A tile of whole rows for a block of four warps."""
+    """A tile of whole rows for a thread block of four warps."""
 
     width: int
-    """Numbers in a row."""
+    """Elements of a row."""
     warps: int
-    """Warps that share a row; with one, sums over rows need no shared memory."""
+    """Warps that share a row; with one warp, reductions of a row need no shared memory."""
     lanes: int
     """Lanes of a warp that share a row."""
     vector: int
-    """Adjacent numbers of a lane."""
+    """Adjacent elements per lane."""
     rows: int
     """Rows of a tile."""
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers of a tile each thread has."""
+        """Return the number of elements of a tile per thread."""
         return self.rows * self.width // (WARPS * LANES)
 
 
 def choose_tiling(width: int) -> Tiling | None:
-    """Return the tiling for rows of a width, `None` if there is none.
+    """Return the tiling for rows of the given width, `None` if there is none.
 
-    In this order, it prefers few numbers per thread, few warps per row, long vectors, and few lanes, as sums over lanes
-    cost more than those within a thread.
+    The preferences are, in this order, few elements per thread, few warps per row, long vectors, and few lanes, as sums
+    over lanes are more expensive than sums within a thread.
     """
     choices = [
         (numbers > ENOUGH_NUMBERS, warps, -vector, lanes if numbers <= NUMBERS else LANES, numbers, lanes)
@@ -58,25 +58,25 @@ def choose_tiling(width: int) -> Tiling | None:
 
 
 def num_blocks(resident: Mapping[int, int], tiling: Tiling, num_rows: int, num_heads: int) -> int:
-    """Return how many blocks share the rows of each head.
+    """Return the number of thread blocks that share the rows of each head.
 
     Args:
-        resident: How many blocks the registers of a multiprocessor suffice for, by the most numbers in a thread.
+        resident: Resident blocks per multiprocessor, limited by registers, by the maximum elements per thread.
         tiling: The tiles.
         num_rows: The number of rows.
-        num_heads: Heads in a row.
+        num_heads: The number of heads in a row.
     """
     of_multiprocessor = next(blocks for numbers, blocks in resident.items() if tiling.numbers <= numbers)
     return max(1, min(num_rows // tiling.rows, NUM_SMS * of_multiprocessor // num_heads))
 
 
 def shape_problem(num_rows: int, num_heads: int, width: int) -> str | None:
-    """Return why the kernels do not take rows of this many heads, or `None` if they do.
+    """Return why the kernels do not support rows of this shape, or `None` if they do.
 
     Args:
         num_rows: The number of rows.
-        num_heads: Heads in a row.
-        width: Numbers in a head.
+        num_heads: The number of heads in a row.
+        width: The number of features in a head.
     """
     tiling = choose_tiling(width)
     if tiling is None:

@@ -1,1 +1,1 @@
-"""What several operations share: padding, names for rematerialisation, logging, soft caps."""
+"""Helpers that several operations share: padding, names for rematerialisation, logging, soft caps."""

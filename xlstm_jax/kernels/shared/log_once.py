@@ -1,4 +1,4 @@
-"""Log each choice of `auto` once."""
+"""Log each distinct message once, such as the choice of `auto`."""
 
 import functools
 import logging

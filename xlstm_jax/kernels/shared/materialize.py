@@ -1,4 +1,4 @@
-"""A workaround for a fault of XLA on CPUs: matmuls with an operand that is a broadcast constant."""
+"""A workaround for a bug of XLA on CPUs: matmuls with an operand that is a broadcast constant."""
 
 from typing import TypeVar
 
@@ -10,12 +10,12 @@ Tree = TypeVar("Tree")
 
 
 def materialize(tree: Tree) -> Tree:
-    """Return the same arrays, without the compiler seeing that all elements of one may be a known constant.
+    """Return the same arrays, so that the compiler cannot see that one of them is a broadcast constant.
 
-    On CPUs, XLA hands a matmul and the operations around it to YNNPACK as one fusion. Where an operand of the matmul is
+    On CPUs, XLA passes a matmul and the operations around it to YNNPACK as one fusion. If an operand of the matmul is
     the broadcast of a scalar within that fusion (the zeros of an empty memory), jaxlib 0.10 to 0.12 reads uninitialised
     memory: `jit(lambda q, x: q @ broadcast_to(max(x), ...))` returns garbage that changes from run to run. An
-    optimization barrier does not prevent it, as some versions drop it before they form these fusions.
+    optimization barrier does not prevent it, as some versions remove the barrier before they form these fusions.
     """
 
     def hidden(x: jax.Array) -> jax.Array:
