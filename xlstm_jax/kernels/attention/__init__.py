@@ -1,4 +1,4 @@
-"""Attention, also within the documents that lie one after the other in a row."""
+"""Attention, with or without packed documents in a row."""
 
 from xlstm_jax.kernels.attention.api import attention, document_attention
 

@@ -1,4 +1,4 @@
-"""Attention for callers: the backends of JAX, and documents without a mask of all pairs of positions."""
+"""Public functions for attention: the backends of JAX, and packed documents without a mask of all position pairs."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ LOGGER = logging.getLogger(__name__)
 
 Backend = Literal["auto", "xla", "cudnn", "mosaic"]
 Form = Literal["mosaic", "packed", "mask"]
-"""How documents are kept apart: kernels for Hopper GPUs, cuDNN's packed layout, or a mask of all pairs of positions."""
+"""How documents are separated: kernels for Hopper GPUs, cuDNN's packed layout, or a mask of all position pairs."""
 LARGEST_HEAD_DIM = 128
 
 
@@ -34,13 +34,13 @@ def attention(
     scale: float | None,
     backend: Literal["xla", "cudnn"],
 ) -> Float[Array, "b s hq d"]:
-    """Compute attention of any length, with an optional mask that is True where a query sees a key.
+    """Compute attention for any length, with an optional mask that is True where a query attends to a key.
 
-    cuDNN takes the mask as a bias: an array of all pairs of positions in the precision of the inputs.
+    cuDNN needs the mask as a bias: an array of all position pairs in the precision of the inputs.
     """
     length = q.shape[1]
     if backend == "cudnn" and length % 2 and k.shape[1] == length:
-        # With a bias, cuDNN's gradients need an even length. No other position sees the one that is added.
+        # With a bias, cuDNN's gradients need an even length. No other position attends to the padding.
         if mask is None and not causal:
             mask = jnp.ones((q.shape[0], 1, length, length), bool)
         if mask is not None:
@@ -60,10 +60,10 @@ def document_attention(
     scale: float | None,
     backend: Backend,
 ) -> Float[Array, "b s hq d"]:
-    """Compute attention within documents: each run of equal ids in a row is one.
+    """Compute attention within documents; a document is a run of equal segment ids in a row.
 
-    `mosaic`, and `cudnn` on Hopper GPUs and later ones, compute only pairs of positions within a document, and have no
-    array of all pairs. Elsewhere a mask of all pairs is built. `auto` is for GPUs, and takes the best of these.
+    `mosaic`, and `cudnn` on Hopper GPUs and later, compute only the position pairs within documents, and materialise no
+    array of all pairs. Otherwise, a mask of all pairs is built. `auto` is for GPUs, and selects the fastest of these.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     form, description = choose_form(q, k, causal=causal, scale=scale, backend=backend)
@@ -86,10 +86,10 @@ def choose_form(
     scale: float,
     backend: Backend,
 ) -> tuple[Form, str]:
-    """Return how documents are kept apart, and the description to log.
+    """Return how documents are separated, and the description to log.
 
     Raises:
-        ValueError: If the backend is `mosaic` and cannot run, with the reason.
+        ValueError: If the backend is `mosaic` and cannot run; the message has the reason.
     """
     if backend == "xla":
         return "mask", "a mask of all pairs of positions, as XLA computes attention"
@@ -114,14 +114,14 @@ def run_mosaic(
     scale: float,
     interpret: Any = None,
 ) -> Float[Array, "b s hq d"]:
-    """Run the kernels for Hopper GPUs. Rows are padded to whole tiles, with a document of their own.
+    """Run the kernels for Hopper GPUs. Rows are padded to whole tiles; the padding is a separate document.
 
     Args:
         q: Queries.
         k: Keys.
         v: Values.
         segment_ids: Each run of equal ids in a row is a document.
-        scale: Multiplies the products of queries and keys.
+        scale: The factor of the scores `q . k`.
         interpret: How to simulate a GPU on a CPU.
     """
     # Imported here, as it needs a newer JAX than the other forms.

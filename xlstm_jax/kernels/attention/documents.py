@@ -1,4 +1,4 @@
-"""Where documents begin and end in their rows. A document is a run of equal segment ids."""
+"""Bounds of documents within rows. A document is a run of equal segment ids."""
 
 from typing import Literal
 
@@ -10,19 +10,19 @@ from xlstm_jax.kernels.mlstm.scans import scan
 
 
 def document_bounds(segment_ids: Int[Array, "b s"]) -> tuple[Int[Array, "b s"], Int[Array, "b s"]]:
-    """Return where the document of each position begins, and the position behind its end."""
+    """Return the start and the (exclusive) end of the document of each position."""
     length = segment_ids.shape[1]
     begins = _first_of_documents(segment_ids)
     ends = jnp.concatenate([begins[:, 1:], jnp.ones_like(begins[:, :1])], axis=1)
     positions = jnp.arange(length, dtype=jnp.float32)
     starts = _scan(jnp.where(begins, positions, -1.0), "max")
-    # The smallest end among those that follow.
+    # The nearest end at or after each position.
     behind = -_scan(jnp.where(ends, -1.0 - positions, -1.0 - length), "max", reverse=True)
     return starts.astype(jnp.int32), behind.astype(jnp.int32)
 
 
 def number_documents(segment_ids: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Count documents, from 0 and on through all rows."""
+    """Return the index of the document of each position, counted from 0 over all rows."""
     borders = _first_of_documents(segment_ids).astype(jnp.float32)
     in_row = _scan(borders, "sum")
     before = jnp.cumsum(in_row[:, -1]) - in_row[:, -1]
@@ -30,7 +30,7 @@ def number_documents(segment_ids: Int[Array, "b s"]) -> Int[Array, "b s"]:
 
 
 def running_max(x: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Return the largest of the numbers up to each position, if none is beyond 2^24."""
+    """Return the running maximum, for numbers of magnitude up to 2^24."""
     return _scan(x.astype(jnp.float32), "max").astype(x.dtype)
 
 
@@ -40,5 +40,5 @@ def _first_of_documents(segment_ids: Int[Array, "b s"]) -> Bool[Array, "b s"]:
 
 
 def _scan(x: Float[Array, "b s"], operation: Literal["sum", "max"], *, reverse: bool = False) -> Float[Array, "b s"]:
-    """Scan in a few kernels; float32 holds all positions up to 2^24."""
+    """Run a scan in few GPU kernels, in float32, which is exact for positions up to 2^24."""
     return scan(x, operation, reverse=reverse, unroll=jax.default_backend() == "gpu")

@@ -1,11 +1,12 @@
-"""Attention with cuDNN's packed layout: it is given the start and length of each document, and needs no mask.
+"""Attention with cuDNN's packed layout, which takes the start and the length of each document instead of a mask.
 
 JAX has a binding in a private module (`jax._src.cudnn`). It is not used, because it limits the documents of each row
-instead of those of the whole batch, keeps one statistic for every document and position between the passes, and up to
-jax 0.10 gives wrong offsets if keys have fewer heads than queries. The calls below are those XLA hands to cuDNN.
+instead of those of the whole batch, saves one statistic for every document and position for the backward pass, and up
+to jax 0.10 gives wrong offsets if keys have fewer heads than queries. The calls below are those that XLA passes to
+cuDNN.
 
-cuDNN schedules work for every slot as if it held a document of full length, so empty slots cost time. There are a few
-slots for each row, which the documents of all rows share, and a batch with more documents takes several passes.
+cuDNN schedules work for every slot as if its document had the full length, so empty slots cost time. There are a few
+slots per row, shared by the documents of all rows, and a batch with more documents takes several passes.
 """
 
 import functools
@@ -25,15 +26,16 @@ NEEDED_CAPABILITY = 9.0
 LARGEST_OFFSET = 2**31 - 1
 SLOTS_PER_ROW = 16
 LARGEST_ROW, LARGEST_BATCH = 2**29, 2**31
-"""How many numbers the slots of a row and of a batch may take in the backward pass, which adds up gradients of queries
-for each slot as if it held a whole row. On an H200, results differed from those with a mask by 43 % with 2^30 numbers
-in a row. The cause is not known; these bounds stay below what was right."""
+"""The maximum number of elements for the slots of a row and of a batch in the backward pass, which accumulates the
+gradients of queries for each slot as if its document had the length of a row. On an H200, results differed from those
+with a mask by 43 % with 2^30 elements in a row. The cause is unknown; these limits are below sizes with correct
+results."""
 
 Gradients = tuple[Float[Array, "b s hq d"], Float[Array, "b s hk d"], Float[Array, "b s hk d"]]
 
 
 def choose_slots(batch_size: int, length: int, num_heads: int, head_dim: int) -> int:
-    """Return how many slots a row can have; the packed layout needs at least two."""
+    """Return the number of slots per row; the packed layout needs at least two."""
     of_slot = length * num_heads * head_dim
     return min(SLOTS_PER_ROW, length, LARGEST_ROW // of_slot, LARGEST_BATCH // (batch_size * of_slot))
 
@@ -52,15 +54,15 @@ def packed_attention(
 
     Args:
         q: Queries.
-        k: Keys. A head of keys and values serves a group of neighbouring heads of queries, if there are fewer of them.
+        k: Keys. If there are fewer heads of keys and values, each is shared by a group of neighbouring query heads.
         v: Values.
-        documents: The document of each position, as `number_documents` counts them.
-        causal: Positions see only themselves and those before.
-        scale: Multiplies the products of queries and keys.
-        slots_per_row: How many documents for each row fit into one pass, as `choose_slots` says.
+        documents: The document of each position, as numbered by `number_documents`.
+        causal: Whether positions attend only to themselves and earlier ones.
+        scale: The factor of the scores `q . k`.
+        slots_per_row: The number of documents per row in one pass, from `choose_slots`.
 
     Returns:
-        The mean of values that each head of queries sees.
+        The attention output of each query head.
     """
     return _forward(q, k, v, documents, causal, scale, slots_per_row)[0]
 
@@ -81,24 +83,24 @@ packed_attention.defvjp(_forward, _backward)
 
 
 class _Slots(NamedTuple):
-    """The documents of one pass, one to a slot; slots that are left over are empty."""
+    """The documents of one pass, one per slot; remaining slots are empty."""
 
     first: Int[Array, ""]
     """The document in the first slot."""
     starts: Int[Array, " slots"]
-    """Where documents begin, as positions in the flattened batch; its end for empty slots."""
+    """The start of each document as a position in the flattened batch; the end of the batch for empty slots."""
     lengths: Int[Array, " slots"]
 
 
 def _in_passes(run: Any, documents: Int[Array, "b s"], slots_per_row: int) -> Any:
-    """Return the results of `run` for all documents, taking as many at a time as there are slots."""
+    """Return the results of `run` for all documents, in passes of as many documents as there are slots."""
     num_slots = documents.shape[0] * min(slots_per_row, documents.shape[1])
     num_documents = documents[-1, -1] + 1
 
     def more(carry: Any) -> Any:
         first, results = carry
         new = run(_fill_slots(documents, first, num_slots))
-        # The kernel leaves unwritten what belongs to other documents.
+        # The kernel does not write the outputs of other documents.
         is_new = (documents >= first) & (documents < first + num_slots)
         choose = [_match(is_new, x) for x in results]
         return first + num_slots, tuple(map(jnp.where, choose, new, results))
@@ -109,7 +111,7 @@ def _in_passes(run: Any, documents: Int[Array, "b s"], slots_per_row: int) -> An
 
 
 def _match(is_new: jax.Array, x: jax.Array) -> jax.Array:
-    """Give `[b, s]` the axes of outputs `[b, s, h, d]` or of statistics `[b, h, s]`."""
+    """Broadcast `[b, s]` to the axes of outputs `[b, s, h, d]` or of statistics `[b, h, s]`."""
     return is_new[:, None] if x.ndim == 3 else is_new[:, :, None, None]
 
 
@@ -128,13 +130,13 @@ def _forward_pass(
     scale: float,
     slots: _Slots,
 ) -> tuple[Float[Array, "b s hq d"], Float[Array, "b hq s"]]:
-    """Return the outputs and the logs of the softmax's denominators, right where documents are in slots."""
+    """Return the outputs and the log-sum-exp of the scores; only positions of documents in slots are valid."""
     b, s, heads, d = q.shape
     num_slots = len(slots.lengths)
     results = [
         jax.ShapeDtypeStruct((b, heads, s, d), q.dtype),
         jax.ShapeDtypeStruct((num_slots, heads, s), jnp.float32),
-        jax.ShapeDtypeStruct((0,), jnp.uint8),  # XLA puts its working memory here.
+        jax.ShapeDtypeStruct((0,), jnp.uint8),  # XLA allocates the workspace here.
     ]
     call = jax.ffi.ffi_call(
         FORWARD,
@@ -163,7 +165,7 @@ def _backward_pass(
     scale: float,
     slots: _Slots,
 ) -> Gradients:
-    """Return the gradients of queries, keys and values, right where documents are in slots."""
+    """Return the gradients of queries, keys and values; only positions of documents in slots are valid."""
     del documents
     b, s, heads, d = q.shape
     positions = jnp.minimum(slots.starts[:, None] + jnp.arange(s), b * s - 1)[:, None]
@@ -183,15 +185,15 @@ def _backward_pass(
 
 
 def _operands(slots: _Slots, q: jax.Array, k: jax.Array) -> list[jax.Array]:
-    """Return the lengths of documents in queries and in keys, and their offsets, counted in numbers."""
+    """Return the lengths of documents in queries and in keys, and their offsets in elements."""
     b, end = q.shape[0], math.prod(q.shape[:2])
     lengths = slots.lengths.reshape(b, -1)
-    # There is one offset more than slots; XLA takes an array with one more for each row, and reads the first of them.
+    # There is one more offset than slots. XLA expects an array with one more for each row, and reads only the first.
     starts = jnp.concatenate([slots.starts, jnp.full(b, end, jnp.int32)]).reshape(b, -1)
     return [lengths, lengths, *(starts * math.prod(x.shape[2:]) for x in (q, k))]
 
 
-# For each product: the contracted axis of both sides, and the axis of heads of both sides.
+# For each matmul: the contracted axes and the head axes of both operands.
 FORWARD_PRODUCTS = {"bmm1": ((3, 3), (2, 2)), "bmm2": ((3, 1), (1, 2))}
 BACKWARD_PRODUCTS = {
     "bmm1_grad_gemm1": ((2, 1), (1, 2)),
@@ -202,7 +204,7 @@ BACKWARD_PRODUCTS = {
 
 
 def _backend_config(q: jax.Array, slots_per_row: int, causal: bool, scale: float, products: dict[str, Any]) -> str:
-    """Describe a call to XLA."""
+    """Return the backend config of the custom call."""
     b, s, heads, _ = q.shape
     call: dict[str, Any] = {
         "algorithm": {

@@ -1,4 +1,4 @@
-"""The mLSTM for callers: any length, any chunk size, the best form for the device at hand."""
+"""Public functions for the mLSTM: any length, any chunk size, and selection of the fastest form for the device."""
 
 import functools
 import logging
@@ -25,11 +25,12 @@ from xlstm_jax.kernels.shared.padding import pad_to
 LOGGER = logging.getLogger(__name__)
 
 FEW_POSITIONS = 2048
-"""Positions of all heads up to which kernels that carry a state, or need heads filled up, are launched for longer than
-plain JAX takes."""
+"""The number of positions of all heads up to which plain JAX is faster than launching kernels that carry a state or
+need padded heads."""
 
 LARGEST_KERNEL_EPS = 1e-4
-"""The kernels leave out the gradient of the stabiliser through `eps`, about three times `eps` of the gradient."""
+"""The largest `eps` for the kernels, which omit the gradient of the stabiliser through `eps`: a relative error of about
+three times `eps`."""
 
 Form = Literal["reference", "parallel", "chunkwise", "mosaic"]
 Backend = Literal["auto", "reference", "parallel", "chunkwise", "mosaic"]
@@ -59,15 +60,15 @@ def mlstm(
         igate: Pre-activations of the input gates.
         fgate: Pre-activations of the forget gates, whose activation is the sigmoid.
         state: The memory before the first position; empty by default.
-        return_state: Whether to return the memory after the last position too.
-        resets: Where a document begins: the memory is emptied before that position.
-        chunk_size: Positions that the chunkwise form in plain JAX treats at once. It changes speed and memory, not
-            results; the kernels for GPUs choose for themselves.
-        backend: The form of the computation; `auto` picks the fastest for this device: on Hopper GPUs, for bfloat16 and
-            heads up to 256/512, the kernels `mosaic`, elsewhere and for short prompts `chunkwise`.
+        return_state: Whether to also return the memory after the last position.
+        resets: The positions at which documents start: the memory is emptied before them.
+        chunk_size: The chunk size of the chunkwise form in plain JAX. It changes speed and memory, not results; the
+            kernels for GPUs choose their own.
+        backend: The form of the computation; `auto` selects the fastest for this device: on Hopper GPUs, for bfloat16
+            and heads up to 256/512, the kernels `mosaic`, otherwise and for short prompts `chunkwise`.
         input_gate: The activation of the input gates.
-        eps: Added to the denominator of the outputs, in units of the stabiliser. Above 1e-4, `auto` takes no kernels
-            for GPUs.
+        eps: Added to the denominator of the outputs, in units of the stabiliser. Above 1e-4, `auto` does not use the
+            kernels for GPUs.
 
     Returns:
         The hidden states, and the last state if requested.
@@ -85,7 +86,7 @@ def mlstm(
         form, chunk_size = "chunkwise", s
     if state is not None:
         state = materialize(_in_constant_units(_cast(state, dtype)))
-    elif form != "mosaic":  # whose kernels initialise the memory themselves
+    elif form != "mosaic":  # the `mosaic` kernels initialise the memory themselves
         state = materialize(empty_state(b, h, qk_dim, v.shape[-1], dtype))
     hidden, last = _implementation(form, chunk_size, eps, return_state)(q, k, v, log_input, log_forget, state, resets)
     return (hidden, _in_constant_units(last)) if return_state else hidden
@@ -105,8 +106,8 @@ def mlstm_step(
 ) -> tuple[Float[Array, "b h v"], MLSTMState]:
     """Run one token through an mLSTM cell: the arguments and results of `mlstm` without the sequence axis.
 
-    `auto` takes the kernel for Hopper GPUs where it can, `mosaic` always, except for heads that only sequences pad;
-    all other backends step in plain JAX.
+    `auto` uses the kernel for Hopper GPUs if possible, and `mosaic` always, except for heads that need padding, which
+    only sequences support; all other backends use plain JAX.
     """
     _check_step(q, k, v, igate, fgate, state)
     _check_eps(eps)
@@ -146,20 +147,20 @@ def _cast(state: MLSTMState, dtype: jnp.dtype) -> MLSTMState:
 
 
 def _in_constant_units(state: MLSTMState) -> MLSTMState:
-    """Drop the gradient of the stabiliser: across a state it is a choice of units."""
+    """Stop the gradient of the stabiliser, which is a choice of units in a state."""
     return state._replace(stabilizer=lax.stop_gradient(state.stabilizer))
 
 
 def choose_backend(
     dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512, eps: float = 1e-6
 ) -> tuple[Form, str]:
-    """Return the form that `auto` picks on this device, and the reason to log.
+    """Return the form that `auto` selects on this device, and the reason to log.
 
     Args:
-        dtype: The type of queries, keys and values.
+        dtype: The dtype of queries, keys and values.
         qk_dim: The size of a head's queries and keys.
         v_dim: The size of a head's values.
-        eps: What is added to the denominator.
+        eps: The number that is added to the denominator.
     """
     if problem := mosaic_problem(dtype, qk_dim, v_dim, eps):
         return "chunkwise", f"the chunkwise form in plain JAX, as {problem}"
@@ -171,7 +172,7 @@ def choose_backend(
 
 
 def mosaic_problem(dtype: DTypeLike, qk_dim: int, v_dim: int, eps: float = 1e-6) -> str | None:
-    """Return why the kernels for Hopper GPUs cannot compute this here, or `None` if they can."""
+    """Return why the kernels for Hopper GPUs cannot be used here, or `None` if they can."""
     if problem := hopper_unavailable_reason():
         return problem
     if jnp.dtype(dtype) != jnp.bfloat16:
@@ -186,7 +187,9 @@ def mosaic_problem(dtype: DTypeLike, qk_dim: int, v_dim: int, eps: float = 1e-6)
 def resolve_backend(
     backend: Backend, dtype: DTypeLike = jnp.bfloat16, qk_dim: int = 256, v_dim: int = 512, eps: float = 1e-6
 ) -> Form:
-    """Return the form that computes on this device, and log what `auto` picks; a `ValueError` says why none can.
+    """Return the form to use on this device, and log the choice of `auto`.
+
+    Raises a `ValueError` with the reason if the form is not supported.
 
     The arguments after the first are those of `choose_backend`.
     """
@@ -243,7 +246,7 @@ def _mosaic_of_any_shape(q, k, v, log_input, log_forget, state, resets, *, eps, 
 
 
 def _padded(q, k, v, log_input, log_forget, resets, *, multiple):
-    """Pad a sequence to a multiple of a length with positions that forget nothing and write nothing."""
+    """Pad a sequence to a multiple of a length, with positions that do not change the memory."""
     padding = -q.shape[1] % multiple
 
     def padded(x: jax.Array, value: float = 0) -> jax.Array:
@@ -281,7 +284,7 @@ def _check_eps(eps):
 
 
 def _check_shapes(q, k, v, igate, fgate, state, more):
-    """Check all shapes against those of `q` and `v`; `more` maps further names to a shape and the needed one."""
+    """Check all shapes against those of `q` and `v`; `more` maps further names to the given and the required shape."""
     *rows, qk_dim = q.shape
     needed_shapes = {"k": (k.shape, q.shape), "v": (v.shape, (*rows, v.shape[-1]))}
     needed_shapes |= {name: (gate.shape, tuple(rows)) for name, gate in (("igate", igate), ("fgate", fgate))}

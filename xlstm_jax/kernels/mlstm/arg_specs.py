@@ -11,7 +11,7 @@ from xlstm_jax.kernels.mlstm.state import MLSTMState
 
 @dataclasses.dataclass(frozen=True)
 class ArgSpec:
-    """The shape of a call, and where its gates lie."""
+    """The shape of a call, and the range of its gates."""
 
     batch_size: int
     length: int
@@ -33,7 +33,7 @@ class ArgSpec:
         return q, k, v, igate + self.igate_mean, fgate + self.fgate_mean
 
     def state(self, key: jax.Array, dtype: DTypeLike = jnp.float32) -> MLSTMState:
-        """Draw a state as a first part of the sequence could have left it."""
+        """Draw a state that could be that after a part of a sequence."""
         heads = (self.batch_size, self.num_heads)
         shapes = [(*heads, self.qk_dim, self.v_dim), (*heads, self.qk_dim), heads]
         keys = jax.random.split(key, 3)
@@ -58,7 +58,7 @@ CPU = {
     "equal heads": ArgSpec(1, 2048, 4, 64, 64, igate_mean=-3.0, fgate_mean=4.0),
     "wide heads": ArgSpec(1, 1024, 2, 128, 256, igate_mean=-3.0, fgate_mean=4.0),
 }
-"""What a laptop trains, with the fastest chunks there."""
+"""Training shapes for a laptop, with the fastest chunk size there."""
 
 GPU = {
     "7B": ArgSpec(8, 8192, 8, 256, 512, igate_mean=-10.0, fgate_mean=4.5),
@@ -67,4 +67,4 @@ GPU = {
     "many small heads": ArgSpec(8, 8192, 32, 64, 128, igate_mean=-10.0, fgate_mean=4.5),
     "one long sequence": ArgSpec(1, 65536, 8, 256, 512, igate_mean=-10.0, fgate_mean=4.5),
 }
-"""What a cluster trains: 65,536 tokens on a device."""
+"""Training shapes for a cluster: 65,536 tokens per device."""

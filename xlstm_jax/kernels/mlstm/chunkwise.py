@@ -1,20 +1,21 @@
 """The mLSTM chunk by chunk: quadratic within a chunk, a recurrence between chunks, and an exact backward pass.
 
-Forward     what each chunk adds to the memory, all chunks at once; the memory before each chunk, one after the other;
-            then the outputs of all chunks at once. Only sums of memories are sequential.
-Backward    the memories again (cheaper than keeping them), their gradients from the last chunk to the first, then the
-            gradients of all chunks at once. With `n` the numerator and `d` the denominator of an output, the gradient
-            of `n` is `dh / d`, that of `d` is `-(dh . h) / d` where `|d|` is above its floor, and zero below.
-Gates       `log_input[s]` only scales what `k[s]` writes, so its gradient is `k[s] . dk[s]`. `log_forget[t]` scales all
-            that flows from before `t` to `t` and after: what queries from `t` on read, less what keys from `t` on
-            wrote, plus what leaves the chunk. The sums nearly cancel where much is forgotten, so both sides of each
-            difference need the same rounding errors. What a query reads is `q . dq`, not the closed form
-            `h . dh + d dd`, because `dq` and `dk` round the same pairs of positions. What leaves the chunk is the part
-            of `k . dk` that goes to the next memory, plus what passes through, not the memory times its gradient.
+Forward     the update of the memory by each chunk, for all chunks in parallel; the memory before each chunk in a scan;
+            then the outputs of all chunks in parallel. Only the sums of memories are sequential.
+Backward    the memories are recomputed (cheaper than saving them), their gradients are computed in a reverse scan, then
+            the gradients of all chunks in parallel. With `n` the numerator and `d` the denominator of an output, the
+            gradient of `n` is `dh / d`, that of `d` is `-(dh . h) / d` where `|d|` is above its floor, and zero below.
+Gates       `log_input[s]` only scales the update by `k[s]`, so its gradient is `k[s] . dk[s]`. `log_forget[t]` scales
+            everything that flows from before `t` to `t` and later: the reads of queries from `t` on, minus the writes
+            of keys from `t` on, plus what leaves the chunk. With strong forgetting, these sums nearly cancel, so both
+            sides of each difference need the same rounding errors. The reads of a query are computed as `q . dq`, not
+            as the closed form `h . dh + d dd`, because `dq` and `dk` round the same pairs of positions. The flow out of
+            the chunk is the part of `k . dk` for the next memory plus the flow from the previous memory, not the memory
+            times its gradient.
 Stabiliser  `eps` is added in units of `exp(stabilizer)`, so the gradient of the stabiliser is `-eps (dh . h) / d`. It
-            goes to the gates that the largest exponent is the sum of.
+            is propagated to the gates whose sum is the largest exponent.
 Layout      chunks first, then batch and heads: `[n b h l ...]`.
-Numerics    gates, sums and memories in float32 (float64 for such inputs); operands of products in the dtype of `v`.
+Numerics    gates, sums and memories in float32 (float64 for such inputs); operands of matmuls in the dtype of `v`.
 """
 
 import functools
@@ -140,24 +141,24 @@ def _dots(x, dx):
 
 
 def _reading(q, gates: ChunkGates):
-    """Scale the queries by what is left of the memory before the chunk."""
+    """Scale the queries by the decay of the memory before the chunk."""
     return (gates.from_state * q.shape[-1] ** -0.5)[..., None] * q.astype(gates.row.dtype)
 
 
 def _weights(q, k, gates: ChunkGates):
-    """Compute the weight of each position of a chunk in each output, and the gates' share of it."""
+    """Compute the weight of each position of a chunk in each output, and its decay factor from the gates."""
     decay = gates.decay()
     return _dot("nbhlk,nbhmk->nbhlm", q, k, decay.dtype) * q.shape[-1] ** -0.5 * decay, decay
 
 
 def _divisor(denominator, gates: ChunkGates, eps):
-    """Return the least size of a denominator, and what the numerators are divided by."""
+    """Return the floor of the denominator's magnitude, and the divisor of the numerators."""
     floor = jnp.exp(-gates.stabilizer)
     return floor, jnp.maximum(jnp.abs(denominator), floor) + eps
 
 
 def _memories(k, v, gates: ChunkGates, state: MLSTMState):
-    """Compute the memory and the normaliser before each chunk, and the state after the last."""
+    """Compute the memory and the normaliser before each chunk, and the state after the last chunk."""
     dtype = state.memory.dtype
     weighted = gates.to_state[..., None] * k.astype(dtype)
     new = _dot("nbhlk,nbhlv->nbhkv", weighted.astype(v.dtype), v, dtype), jnp.sum(weighted, axis=-2)
@@ -166,7 +167,7 @@ def _memories(k, v, gates: ChunkGates, state: MLSTMState):
 
 
 def _accumulate(keep, new, first, *, reverse=False):
-    """Run `x = keep[n] * x + new[n]` over the chunks; return `x` before each, and the last."""
+    """Scan `x = keep[n] * x + new[n]` over the chunks; return `x` before each chunk, and the last `x`."""
 
     def body(before, chunk):
         keep, new = chunk
@@ -178,7 +179,7 @@ def _accumulate(keep, new, first, *, reverse=False):
 
 
 def _flow(net_read, leaving, gates: ChunkGates):
-    """Sum what is read from each position on, within its document, and add what leaves the chunk."""
+    """Sum the net reads from each position on within its document, and add the flow out of the chunk."""
     within = jnp.sum(jnp.where(gates.mask, net_read[..., :, None], 0.0), axis=-2)
     leaves = gates.mask[..., -1, :]
     return _unchunked((within + jnp.where(leaves, leaving[..., None], 0.0))[..., None])[..., 0]

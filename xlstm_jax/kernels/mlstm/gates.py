@@ -1,7 +1,7 @@
-"""The gates before anything else: decays and stabilisers of all positions, from the gates alone.
+"""Decay factors and stabilisers of all positions, computed from the gates alone.
 
-The stabiliser obeys `m[t] = max(m[t-1] + log_forget[t], log_input[t])`, which needs no key and no value. Once it is
-known, every other form is matrix products with factors that are at most one.
+The stabiliser `m[t] = max(m[t-1] + log_forget[t], log_input[t])` does not depend on keys and values. Given it, all
+parallel forms are matmuls with factors of at most one.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -14,13 +14,13 @@ from jaxtyping import Array, Bool, Float, Int
 from xlstm_jax.kernels.mlstm.scans import scan
 
 GRID = 1 / 16
-"""Finer grids make sums of multiples inexact earlier, coarser ones make sums of rests larger."""
+"""With a finer grid, sums of multiples become inexact earlier; with a coarser one, sums of remainders are larger."""
 
 InputGate = Literal["exp", "sigmoid"]
 
 
 def log_input_gate(igate: Float[Array, "..."], input_gate: InputGate) -> Float[Array, "..."]:
-    """Return the logarithm of the input gate of a pre-activation."""
+    """Return the logarithm of the input gate, from its pre-activation."""
     if input_gate not in get_args(InputGate):
         raise ValueError(f"input_gate is {input_gate!r}, but must be {' or '.join(get_args(InputGate))}.")
     return igate if input_gate == "exp" else jax.nn.log_sigmoid(igate)
@@ -32,28 +32,28 @@ def scaled_eps(eps: float, stabilizer: Float[Array, "*shape"]) -> Float[Array, "
 
 
 class ChunkGates(NamedTuple):
-    """What the gates say about a sequence in `n` chunks of `l` positions.
+    """The decay factors of a sequence in `n` chunks of `l` positions.
 
     The factor from position `s` to `t` of a chunk is `exp(coarse[t] - coarse[s] + row[t] + column[s])` where the mask
-    holds, else zero.
+    is true, else zero.
     """
 
     row: Float[Array, "n b h l"]
     column: Float[Array, "n b h l"]
     coarse: Float[Array, "n b h l"] | None
-    """The part of the sums of forget gates that is a multiple of `GRID`, if it is not in `row` and `column`."""
+    """The part of the cumulative log forget gates that is a multiple of `GRID`; `None` if in `row` and `column`."""
     mask: Bool[Array, "#n #b 1 l l"]
-    """Where `s <= t` and no document begins between them."""
+    """True where `s <= t` and no document starts between them."""
     from_state: Float[Array, "n b h l"]
-    """What is left of the memory before the chunk at each position."""
+    """The decay factor from the memory before the chunk to each position."""
     to_state: Float[Array, "n b h l"]
-    """What is left of each position in the memory after the chunk."""
+    """The decay factor from each position to the memory after the chunk."""
     carry: Float[Array, "n b h"]
-    """What is left of the memory before the chunk after it."""
+    """The decay factor from the memory before the chunk to the memory after it."""
     stabilizer: Float[Array, "n b h l"]
-    """The only field that has a gradient through the stabilisers: in all others, they are constant units."""
+    """The stabiliser of each position. Only this field has a gradient through it; elsewhere it is a constant unit."""
     document: Int[Array, "n b 1 l"] | None
-    """Which document of its chunk a position belongs to, if documents begin somewhere."""
+    """The index of each position's document within its chunk; `None` without resets."""
 
     def decay(self) -> Float[Array, "n b h l l"]:
         """Return the factors between all positions of each chunk."""
@@ -73,22 +73,22 @@ def chunk_gates(
     split_sums: bool = True,
     unroll_scans: bool = False,
 ) -> ChunkGates:
-    """Compute all factors of a sequence.
+    """Compute all decay factors of a sequence.
 
-    A factor between two positions is the exponential of a difference of two sums of `log_forget`. Where much is
-    forgotten within a chunk these sums are large, and a float32 sum around -40,000 is only known to 0.002. Therefore
-    `log_forget` is split into a multiple of `GRID`, whose sums are exact up to a million in float32, and a rest, whose
-    sums stay small.
+    A factor between two positions is the exponential of a difference of two cumulative sums of `log_forget`. With
+    strong forgetting within a chunk these sums are large, and a float32 sum around -40,000 has an error of 0.002.
+    Therefore `log_forget` is split into a multiple of `GRID`, whose sums are exact up to a million in float32, and a
+    remainder, whose sums are small.
 
     Args:
         log_input: The logarithms of the input gates.
         log_forget: The logarithms of the forget gates.
-        resets: Where a document begins.
+        resets: The positions at which documents start.
         initial: The stabiliser before the first position.
-        chunk_size: The positions of a chunk, of which the length is a multiple.
-        split_sums: Whether to split the sums; without it there is no `coarse`, and errors in exponents are those of
+        chunk_size: The number of positions of a chunk; the sequence length must be a multiple.
+        split_sums: Whether to split the sums; otherwise `coarse` is `None`, and errors in exponents are those of
             float32 sums.
-        unroll_scans: How running sums are computed, the option `unroll` of `scan`.
+        unroll_scans: The option `unroll` of `scan` for cumulative sums.
     """
     log_input, log_forget = _chunked(log_input, chunk_size), _chunked(log_forget, chunk_size)
     mask = jnp.tril(jnp.ones((chunk_size, chunk_size), bool))[None, None, None]
@@ -98,7 +98,7 @@ def chunk_gates(
         document = jnp.cumsum(begins, axis=-1)
         mask = mask & (document[..., :, None] == document[..., None, :])
         reads_state, reaches_end = document == 0, document == document[..., -1:]
-        # A document starts from an empty memory, whose stabiliser is zero.
+        # A document starts with an empty memory, whose stabiliser is zero.
         floor = jnp.where(begins, jnp.maximum(log_forget, log_input), log_input)
         log_forget = jnp.where(begins, 0.0, log_forget)
 
@@ -114,7 +114,7 @@ def chunk_gates(
     kept = only(reads_state, cumulative, -jnp.inf)
     before, with_gradient = _stabilizers(cumulative, floor, document, kept, initial, unroll_scans)
     before, stabilizer = lax.stop_gradient((before, with_gradient))
-    # A memory is written in the units in which the next chunk reads it, to the last bit: see `_carried`.
+    # A memory is written in exactly the units in which the next chunk reads it: see `_carried`.
     after = jnp.concatenate([before[1:], stabilizer[-1:, ..., -1]])
     right = fine[..., -1:] - fine + log_input - after[..., None]
     if coarse is not None:
@@ -133,11 +133,12 @@ def _stabilizers(cumulative, floor, document, kept, initial, unroll):
 
 
 def _carried(initial, decay, crossed, within, unroll):
-    """Compute `x[0] = initial` and `x[n + 1] = max(x[n] + decay[n], within[n])`, chunks that are not `crossed` cut off.
+    """Compute `x[0] = initial` and `x[n + 1] = max(x[n] + decay[n], within[n])`, or `within[n]` if not `crossed[n]`.
 
-    Not in a loop, which costs a GPU more than everything else about the gates. The sum of decays between two chunks is
-    a difference of sums from the first, whose rounding grows with the sequence: it moves the units of a memory, but not
-    what is stored in it, as long as the chunk before and the chunk after a border take the same number for them.
+    It avoids a loop, which on a GPU would take longer than all other computations on the gates. The sum of decays
+    between two chunks is a difference of cumulative sums, whose rounding error grows with the sequence. The error
+    changes the units of a memory, but not its content, as long as the chunks on both sides of a border use the same
+    units.
     """
 
     def by_chunk(first: jax.Array, others: jax.Array) -> jax.Array:

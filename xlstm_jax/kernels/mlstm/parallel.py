@@ -1,4 +1,4 @@
-"""The mLSTM of all positions at once: quadratic in the length, as attention is."""
+"""The mLSTM for all positions in parallel: quadratic in the length, like attention."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,13 +19,13 @@ def mlstm_parallel(
     *,
     eps: float,
 ) -> tuple[Float[Array, "b s h v"], MLSTMState]:
-    """Compute all hidden states and the last state with one matrix of weights between all positions."""
+    """Compute all hidden states and the last state with the full matrix of weights between positions."""
     dtype = state.memory.dtype
     gates = chunk_gates(log_input, log_forget, resets, state.stabilizer, chunk_size=q.shape[1])
     decay, from_state, to_state, carry, stabilizer = (
         x.squeeze(0) for x in (gates.decay(), gates.from_state, gates.to_state, gates.carry, gates.stabilizer)
     )
-    # Matmuls are scaled, not queries: in bfloat16, that would round queries again.
+    # The scores are scaled, not the queries: in bfloat16, scaling would round the queries again.
     scale = q.shape[-1] ** -0.5
     from_state = scale * from_state
     scores = scale * jnp.einsum("bshk,bthk->bhst", q, k, preferred_element_type=dtype) * decay

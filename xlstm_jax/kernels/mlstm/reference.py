@@ -1,4 +1,4 @@
-"""The mLSTM token by token: the law that every other form obeys.
+"""The mLSTM token by token: the reference that defines all other forms.
 
 With `q` scaled by `1/sqrt(qk_dim)`, `i = exp(igate)` (or its sigmoid) and `f = sigmoid(fgate)`:
 
@@ -6,12 +6,13 @@ With `q` scaled by `1/sqrt(qk_dim)`, `i = exp(igate)` (or its sigmoid) and `f = 
     normalizer[t] = f[t] normalizer[t-1] + i[t] k[t]
     hidden[t]     = memory[t]^T q[t] / max(|normalizer[t] . q[t]|, 1)
 
-All of it is stored in units of `exp(stabilizer[t])`, `stabilizer[t] = max(stabilizer[t-1] + log f[t], log i[t])`, so
+The state is stored in units of `exp(stabilizer[t])`, `stabilizer[t] = max(stabilizer[t-1] + log f[t], log i[t])`, so
 that nothing overflows; `eps` is added to the denominator in these units. Without them, the denominator is
 
     max(|normalizer[t] . q[t]|, 1) + eps exp(stabilizer[t])
 
-Only this last term depends on the stabiliser, so only there it has a gradient; as a choice of units it has none.
+Only this last term depends on the stabiliser, so the stabiliser has a gradient only there; as a choice of units it has
+none.
 """
 
 import jax
@@ -33,7 +34,7 @@ def step(
     *,
     eps: float,
 ) -> tuple[Float[Array, "b h v"], MLSTMState]:
-    """Read one token into the memory, and read its hidden state out of it."""
+    """Update the memory with one token, and read out the hidden state."""
     q = q * q.shape[-1] ** -0.5
     stabilizer = jnp.maximum(state.stabilizer + log_forget, log_input)
     units_before, units = lax.stop_gradient((state.stabilizer, stabilizer))

@@ -1,7 +1,8 @@
-"""Running sums and maxima that know documents.
+"""Cumulative sums and maxima within documents.
 
-`jnp.cumsum` and `lax.cummax` know none, and on CPUs XLA repeats their last step for every pair of positions. Here, each
-position joins those of its block of positions that it has seen. Blocks are then joined in the same way, by their ends.
+`jnp.cumsum` and `lax.cummax` do not support documents, and on CPUs XLA repeats their last step for every pair of
+positions. Here, each position is combined with the earlier ones of its block of positions. Blocks are then combined in
+the same way, by their ends.
 """
 
 import functools
@@ -25,15 +26,15 @@ def scan(
     reverse: bool = False,
     unroll: bool = False,
 ) -> Float[Array, "... n"]:
-    """Sum, or take the maximum of, everything up to each position, itself included.
+    """Compute the inclusive cumulative sum or maximum.
 
     Args:
         x: The numbers.
         operation: Sum or maximum.
-        documents: The document of each position, in any order without gaps; what belongs to others does not count.
-        reverse: Whether to go from each position to the end.
-        unroll: Whether the positions of a block are joined one by one, not by a reduction. That is two to five times
-            as fast on GPUs, and slower on CPUs.
+        documents: The document of each position, in any order without gaps; other documents are excluded.
+        reverse: Whether to accumulate from the end.
+        unroll: Whether the positions of a block are combined one by one instead of by a reduction. That is two to five
+            times as fast on GPUs, and slower on CPUs.
     """
     reduce, join, nothing = OPERATIONS[operation]
     length = x.shape[-1]
@@ -74,5 +75,5 @@ def scan(
 
 
 def _apart(x: jax.Array) -> jax.Array:
-    """Keep XLA from computing an array once more for each of its uses, and from transposing it slice by slice."""
+    """Keep XLA from recomputing an array for each of its uses, and from transposing it slice by slice."""
     return lax.optimization_barrier(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))

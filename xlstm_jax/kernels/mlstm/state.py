@@ -1,4 +1,4 @@
-"""The memory of the mLSTM: what one part of a sequence hands to the next."""
+"""The recurrent state of the mLSTM."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from jaxtyping import Array, Float
 
 
 class MLSTMState(NamedTuple):
-    """The memory of each head, in units of `exp(stabilizer)`.
+    """The state of each head, in units of `exp(stabilizer)`.
 
     The true memory is `exp(stabilizer) * memory`, the true normaliser `exp(stabilizer) * normalizer`. Only these
-    products have a meaning, so the stabiliser of a state is a choice of units: it carries no gradient. Outputs depend
-    on it only through `eps`, so a gradient that crosses a state lacks a part of the order of `eps`.
+    products are meaningful, so the stabiliser of a state is a choice of units: it carries no gradient. Outputs depend
+    on it only through `eps`, so a gradient across a state has a relative error of the order of `eps`.
     """
 
     memory: Float[Array, "b h k v"]
@@ -22,7 +22,7 @@ class MLSTMState(NamedTuple):
 
 
 def empty_state(batch_size: int, num_heads: int, qk_dim: int, v_dim: int, dtype: DTypeLike = jnp.float32) -> MLSTMState:
-    """Return the state before the first token: nothing is stored."""
+    """Return the state before the first token, an empty memory."""
     return MLSTMState(
         memory=jnp.zeros((batch_size, num_heads, qk_dim, v_dim), dtype),
         normalizer=jnp.zeros((batch_size, num_heads, qk_dim), dtype),
@@ -31,5 +31,5 @@ def empty_state(batch_size: int, num_heads: int, qk_dim: int, v_dim: int, dtype:
 
 
 def state_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return the precision of gates, sums and states for inputs of a precision: float32, or theirs if it is higher."""
+    """Return the precision of gates, sums and states: float32, or that of the inputs if it is higher."""
     return jax.dtypes.canonicalize_dtype(jnp.promote_types(dtype, jnp.float32))

@@ -1,1 +1,1 @@
-"""What kernels for Hopper GPUs share: availability, launch, the ring of shared-memory stages, tiles."""
+"""Helpers that all kernels for Hopper GPUs share: availability, launch, the ring of shared-memory stages, tiles."""

@@ -1,4 +1,4 @@
-"""Whether the kernels for NVIDIA Hopper GPUs can run here."""
+"""Availability of the kernels for NVIDIA Hopper GPUs."""
 
 import functools
 
@@ -11,7 +11,7 @@ HOPPER = "9.0"
 
 @functools.cache
 def hopper_unavailable_reason() -> str | None:
-    """Return why kernels for Hopper GPUs cannot run here, or `None` if they can."""
+    """Return why kernels for Hopper GPUs cannot run on this device, or `None` if they can."""
     if jax.default_backend() != "gpu":
         return f"this {jax.default_backend().upper()} is not a Hopper GPU"
     if getattr(jax.devices()[0], "compute_capability", None) != HOPPER:
@@ -22,5 +22,5 @@ def hopper_unavailable_reason() -> str | None:
 
 
 def has_needed_jax() -> bool:
-    """Return whether JAX is new enough for the kernels; a run that is only planned, on a CPU, may use another JAX."""
+    """Return whether JAX is new enough for the kernels; planning a run on a CPU does not need that."""
     return jax.__version_info__ >= NEEDED_JAX or jax.default_backend() != "gpu"

@@ -1,4 +1,4 @@
-"""How a kernel for Hopper GPUs is launched: its references by name, and the roles of its warpgroups."""
+"""Launch of kernels for Hopper GPUs: named references, and warpgroup specialisation."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from xlstm_jax.kernels.mosaic_gpu.pallas import Index, Interpret, pl, plgpu
 Refs = TypeVar("Refs")
 
 COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24
-"""Registers of each thread of a computing warpgroup, and of the one that loads."""
+"""Registers per thread of a compute warpgroup, and of the load warpgroup."""
 
 
 def launch(
@@ -27,13 +27,13 @@ def launch(
     cluster: Mapping[str, int] | None = None,
     interpret: Interpret = None,
 ) -> dict[str, jax.Array]:
-    """Run a kernel whose references are the fields of a dataclass. Fields of absent arrays are `None`.
+    """Run a kernel whose references are the fields of a dataclass; unused fields are `None`.
 
     Args:
         kernel: The kernel; the axis over its warpgroups is `warpgroup`.
         refs_type: The dataclass, with a field for each input, output and scratch buffer.
         name: The name of the kernel in profiles.
-        inputs: Its arrays.
+        inputs: Its input arrays.
         outputs: The shapes of its results.
         scratch: Shared memory and barriers of a thread block.
         grid: The axes over thread blocks, the fastest last.
@@ -58,8 +58,8 @@ def launch(
         num_threads=num_warpgroups,
         thread_name="warpgroup",
         scratch_types=list(scratch.values()),
-        # No region of shared memory is both read and written by ordinary loads and stores of one warpgroup. Sums over
-        # rows stay within the threads that hold them, so they need no scratch memory.
+        # No region of shared memory is both read and written by plain loads and stores of one warpgroup. Sums over rows
+        # are within the threads of the row, so they need no scratch memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
         **({"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)} if cluster else {}),
@@ -70,13 +70,13 @@ def launch(
 def run_once(results: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Return the results of a kernel behind a barrier.
 
-    In a scan that stacks results, XLA would otherwise run the kernel once for the stack and once more for other uses.
+    In a scan that stacks results, XLA would otherwise run the kernel twice: for the stack, and for other uses.
     """
     return dict(zip(results, lax.optimization_barrier(list(results.values())), strict=True))
 
 
 def specialize_warpgroups(num_warpgroups: int, *, compute: Callable[[Index], None], load: Callable[[], None]) -> None:
-    """Let the first warpgroups compute, with most of the registers, and the last one load tiles."""
+    """Specialise warpgroups: the last one loads tiles, all others compute and get most of the registers."""
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < num_warpgroups)

@@ -1,4 +1,4 @@
-"""Pallas Mosaic GPU, which is imported untyped, and what differs between the versions of JAX."""
+"""Untyped handles to Pallas Mosaic GPU, and shims for differences between JAX versions."""
 
 import importlib
 from typing import Any, TypeAlias
@@ -9,9 +9,9 @@ pl: Any = importlib.import_module("jax.experimental.pallas")
 plgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 Ref: TypeAlias = Any
-"""A reference to global or shared memory, a view of one, or barriers: the types of these are private in JAX."""
+"""A reference to global or shared memory, a view of one, or a barrier, whose types are private in JAX."""
 Index: TypeAlias = jax.Array | int
-"""A whole number, known when the kernel is traced or only when it runs."""
+"""An integer, static or traced."""
 Slice: TypeAlias = Any
 """A slice `pl.ds(start, size)` of a reference."""
 Interpret: TypeAlias = Any
@@ -19,7 +19,7 @@ Interpret: TypeAlias = Any
 
 
 def store(ref: Ref, value: jax.Array) -> None:
-    """Store an array of any layout, in sectors of 32 bytes or less: from jax 0.12 on, a plain store refuses less."""
+    """Store an array of any layout; from jax 0.12 on, a plain store raises an error for sectors below 32 bytes."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:

@@ -1,4 +1,4 @@
-"""A ring of stages in shared memory, between the warpgroup that loads tiles and those that compute with them."""
+"""A ring buffer of stages in shared memory, between the load warpgroup and the compute warpgroups."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from xlstm_jax.kernels.mosaic_gpu.pallas import Index, Ref, pl, plgpu
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """A ring of shared-memory stages that one warpgroup fills and the computing warpgroups release, in one order.
+    """A ring of shared-memory stages that the load warpgroup fills and the compute warpgroups release, in order.
 
-    Tiles are numbered from the start of a thread block, and tile `n` is in stage `n % num_stages`. Every computing
-    warpgroup waits for and releases every tile, also those that it does not use: barriers count arrivals.
+    Tiles are numbered from the start of a thread block, and tile `n` is in stage `n % num_stages`. Every compute
+    warpgroup waits for and releases every tile, including those that it does not use, as barriers count arrivals.
     """
 
     num_stages: int
@@ -33,7 +33,7 @@ class Ring:
         Args:
             n: The number of the tile.
             *copies: The source of each part, the buffer whose first axis is stages, and an index into the stage.
-            shared: The same for parts that all blocks of a cluster, the axis `cluster`, need and load together.
+            shared: The same for parts that are multicast to all blocks of a cluster (the axis `cluster`).
         """
         stage = self._wait_until_empty(n)
         for parts, options in ((copies, {}), (shared, {"collective_axes": "cluster"})):
@@ -41,7 +41,7 @@ class Ring:
                 plgpu.copy_gmem_to_smem(source, buffer.at[(stage, *index)], self.full.at[stage], **options)
 
     def reserve(self, n: Index) -> None:
-        """Hand the empty stage of a tile to the computing warpgroups, which write to it."""
+        """Pass the empty stage of a tile to the compute warpgroups, which write to it."""
         plgpu.barrier_arrive(self.full.at[self._wait_until_empty(n)])
 
     def _wait_until_empty(self, n: Index) -> jax.Array:
@@ -72,7 +72,7 @@ class Ring:
     def drain(self, count: Index) -> None:
         """Wait until all `count` tiles are released.
 
-        The simulated GPU requires it, and a block of a cluster must not exit while others still arrive at its barriers.
+        The simulated GPU requires this, and a block of a cluster must not exit while others arrive at its barriers.
         """
         for offset in range(self.num_stages):
 

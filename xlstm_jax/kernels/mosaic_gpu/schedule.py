@@ -1,4 +1,4 @@
-"""Persistent scheduling: as many thread blocks as multiprocessors, which take work items round-robin."""
+"""Persistent scheduling: one thread block per multiprocessor; work items are assigned round-robin."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from xlstm_jax.kernels.mosaic_gpu.pallas import Index
 
 
 class PersistentSchedule:
-    """Work items of persistent thread blocks, whose grid has the one axis `block`.
+    """The work items of persistent thread blocks, with a grid of the single axis `block`.
 
     The epilogue of one work item overlaps with the loads of the next.
     """
@@ -32,14 +32,14 @@ class PersistentSchedule:
         return lax.div(jnp.int32(self.num_items - 1) - lax.axis_index("block"), jnp.int32(self.num_blocks)) + 1
 
     def item_index(self, turn: Index) -> jax.Array:
-        """Return which work item this thread block takes in a turn."""
+        """Return the work item of this thread block in a turn."""
         return lax.axis_index("block") + turn * self.num_blocks
 
     def run(self, work: Callable[[Index, Index], Index]) -> jax.Array:
-        """Do the work items of this thread block.
+        """Run the work items of this thread block.
 
         Args:
-            work: Does the work item of a turn, given the number of its first tile, and returns that of the next item.
+            work: Runs the work item of a turn, given the number of its first tile; returns that of the next item.
 
         Returns:
             The number of tiles of all work items.

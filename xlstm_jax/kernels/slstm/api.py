@@ -1,4 +1,4 @@
-"""The sLSTM for callers: initial and final state, document resets, masked positions, the best form for the device."""
+"""Public functions for the sLSTM: states, document resets, masked positions, and selection of the fastest form."""
 
 import logging
 from collections.abc import Callable
@@ -34,14 +34,14 @@ def slstm(
     """Run sequences through an sLSTM cell.
 
     Args:
-        gates: What the inputs contribute to the gates i, f, z, o, biases included.
-        recurrent: The kernel from the hidden state to the gates, head by head: `[head, from, gate, to]`.
+        gates: The contribution of the inputs to the pre-activations of the gates i, f, z, o, biases included.
+        recurrent: The kernel from the hidden state to the gates, for each head: `[head, from, gate, to]`.
         state: The memory before the first position; empty by default.
-        return_state: Whether to return the memory after the last position too.
-        resets: Where a document begins: the memory is emptied before that position.
-        mask: Which positions count. The others may hold anything: they leave the memory as it is, and give zeros.
-        backend: The form of the computation; `auto` picks the fastest for this device: on Hopper GPUs, with a recurrent
-            kernel in bfloat16 and heads of 32 to 192 units, the kernel `mosaic`, elsewhere `recompute`.
+        return_state: Whether to also return the memory after the last position.
+        resets: The positions at which documents start: the memory is emptied before them.
+        mask: The valid positions. Others may have any values: they do not change the memory, and their outputs are 0.
+        backend: The form of the computation; `auto` selects the fastest for this device: on Hopper GPUs, with a
+            bfloat16 recurrent kernel and heads of 32 to 192 units, the kernel `mosaic`, otherwise `recompute`.
 
     Returns:
         The hidden states, and the last state if requested.
@@ -51,7 +51,7 @@ def slstm(
     b, s, _, h, d = gates.shape
     first = empty_state(b, h, d, dtype) if state is None else SLSTMState(*(x.astype(dtype) for x in state))
     form = resolve_backend(backend, d, recurrent.dtype, dtype, (b + -b % ROWS) * s * h * kernel_dim(d))
-    # The kernel for GPUs reads gates as they are, for they are most of its traffic.
+    # The kernel for GPUs reads gates in their own precision, as they are most of its memory traffic.
     inputs = gates if form == "mosaic" and gates.dtype == jnp.bfloat16 else gates.astype(dtype)
     if mask is not None:
         inputs = jnp.where(mask[..., None, None, None], inputs, 0.0)
@@ -80,14 +80,14 @@ def choose_backend(
     state_dtype: DTypeLike = jnp.float32,
     num_cells: int = 0,
 ) -> tuple[Form, str]:
-    """Return the form that `auto` picks on this device, and the reason to log.
+    """Return the form that `auto` selects on this device, and the reason to log.
 
     Args:
-        head_dim: Units of a head.
+        head_dim: The number of units of a head.
         recurrent_dtype: Precision of the recurrent kernel.
         state_dtype: Precision of the memory.
-        num_cells: Units of all heads, as the kernel has them, at all positions of all sequences, in whole groups of
-            `ROWS` sequences.
+        num_cells: The number of units of all heads, padded as in the kernel, times positions and sequences, padded to a
+            multiple of `ROWS` sequences.
     """
     if problem := mosaic_problem(head_dim, recurrent_dtype, state_dtype, num_cells):
         return "recompute", f"a scan that keeps only hidden states, as {problem}"
@@ -104,12 +104,12 @@ def resolve_backend(
     state_dtype: DTypeLike = jnp.float32,
     num_cells: int = 0,
 ) -> Form:
-    """Return the form that computes on this device, and log what `auto` picks.
+    """Return the form to use on this device, and log the choice of `auto`.
 
     The arguments are those of `choose_backend`.
 
     Raises:
-        ValueError: If the form cannot, with the reason.
+        ValueError: If the form is not supported; the message has the reason.
     """
     if backend == "auto":
         form, reason = choose_backend(head_dim, recurrent_dtype, state_dtype, num_cells)
@@ -133,7 +133,7 @@ def _implementation(form: Form) -> Callable[..., Any]:
 
 
 def _mosaic_of_any_width(gates, recurrent, state, resets, mask):
-    """Zero-pad heads: without inputs and without weights, a cell stays at zero."""
+    """Zero-pad heads and run the kernel: a cell without inputs and weights stays zero."""
     # Imported here, as it needs a newer JAX than the other forms.
     from xlstm_jax.kernels.slstm.hopper.sequence import slstm_mosaic
 
@@ -156,7 +156,7 @@ def _check(gates, recurrent, state, resets, mask):
 
 
 def _check_shapes(gates, recurrent, state, more):
-    """Check all shapes against that of `gates`; `more` maps further names to a shape and the needed one."""
+    """Check all shapes against that of `gates`; `more` maps further names to the given and the required shape."""
     b, *_, h, d = gates.shape
     expected = {"recurrent": (recurrent.shape, (h, d, 4, d))}
     if state is not None:

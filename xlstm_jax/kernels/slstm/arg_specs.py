@@ -11,7 +11,7 @@ from xlstm_jax.kernels.slstm.state import SLSTMState
 
 @dataclasses.dataclass(frozen=True)
 class ArgSpec:
-    """The shape of a call, and where its gates lie."""
+    """The shape of a call, and the range of its gates."""
 
     batch_size: int
     length: int
@@ -30,7 +30,7 @@ class ArgSpec:
         return gates + means[:, None, None], recurrent
 
     def state(self, key: jax.Array, dtype: DTypeLike = jnp.float32) -> SLSTMState:
-        """Draw a state as a first part of the sequence could have left it."""
+        """Draw a state that could be that after a part of a sequence."""
         shape = (self.batch_size, self.num_heads, self.head_dim)
         ratio, output_gate, normalizer, stabilizer = jax.random.normal(key, (4, *shape), dtype)
         ratio, normalizer = jnp.tanh(ratio), 1 + jnp.abs(normalizer)

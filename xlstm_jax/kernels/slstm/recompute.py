@@ -1,9 +1,8 @@
-"""The sLSTM with a backward pass by hand that keeps nothing but the hidden states.
+"""The sLSTM with a manual backward pass that saves only the hidden states.
 
-Backward    the hidden states give the pre-activations of all positions in one matrix product; a scan without matrix
-            products gives the cells again. Then one reverse scan carries the gradients of hidden state, cell and
-            normaliser, with one small matrix product a step, and the gradient of the recurrent kernel is one large
-            product over all positions.
+Backward    the pre-activations of all positions are recomputed from the hidden states in one matmul, and the cells in a
+            scan without matmuls. Then one reverse scan carries the gradients of hidden state, cell and normaliser, with
+            one small matmul per step, and the gradient of the recurrent kernel is one large matmul over all positions.
 """
 
 from typing import NamedTuple
@@ -37,7 +36,7 @@ def _forward(gates, recurrent, state, resets, mask):
 
 
 class _Position(NamedTuple):
-    """What the reverse scan needs of one position: its pre-activations and the memory as it found it."""
+    """The inputs of the reverse scan at one position: the pre-activations and the memory before the position."""
 
     raw: jax.Array
     cell: jax.Array
@@ -77,7 +76,7 @@ def _backward(residuals, cotangents):
 
 
 def _memories_again(raw, state: SLSTMState, resets, mask):
-    """Compute cell, normaliser and stabiliser as each position finds them, from the pre-activations."""
+    """Recompute cell, normaliser and stabiliser before each position from the pre-activations."""
 
     def body(before, position):
         raw, begins, counts = position

@@ -1,4 +1,4 @@
-"""The sLSTM token by token: the law that every other form obeys.
+"""The sLSTM token by token: the reference that defines all other forms.
 
 With the pre-activations `raw[g] = gates[g] + recurrent[g] hidden[t-1]` of the gates `g` in (i, f, z, o):
 
@@ -23,7 +23,7 @@ from xlstm_jax.kernels.slstm.state import SLSTMState
 def preactivations(
     gates: Float[Array, "... 4 h d"], hidden: Float[Array, "... h d"], recurrent: Float[Array, "h d 4 d"]
 ) -> Float[Array, "... 4 h d"]:
-    """Add what the hidden state of the token before contributes to the gates."""
+    """Add the contribution of the previous hidden state to the pre-activations of the gates."""
     from_hidden = jnp.einsum(
         "...hd,hdge->...ghe", hidden.astype(recurrent.dtype), recurrent, preferred_element_type=gates.dtype
     )
@@ -35,7 +35,7 @@ def activate(
 ) -> tuple[Float[Array, "... h d"], ...]:
     """Compute the stabilised input and forget gates, the cell input, the output gate and the next stabiliser."""
     raw_input, raw_forget, raw_cell, raw_output = (raw[..., gate, :, :] for gate in range(4))
-    # Selected before the exponential: one that overflows in a branch not taken would turn its zero gradient into NaN.
+    # Select before the exponential: an overflow in the unselected branch would turn its zero gradient into NaN.
     log_kept = jnp.where(is_empty, -jnp.inf, jax.nn.log_sigmoid(raw_forget) + stabilizer)
     next_stabilizer = lax.stop_gradient(jnp.maximum(log_kept, raw_input))
     input_gate, forget_gate = jnp.exp(raw_input - next_stabilizer), jnp.exp(log_kept - next_stabilizer)
@@ -43,7 +43,7 @@ def activate(
 
 
 def step(state: SLSTMState, gates: Float[Array, "b 4 h d"], recurrent: Float[Array, "h d 4 d"]) -> SLSTMState:
-    """Read one token into the memory."""
+    """Update the memory with one token."""
     raw = preactivations(gates, state.hidden, recurrent)
     stabilizer = lax.stop_gradient(state.stabilizer)
     input_gate, forget_gate, cell_input, output_gate, stabilizer = activate(raw, stabilizer, state.normalizer == 0)
@@ -60,7 +60,7 @@ def slstm_reference(
     mask: Bool[Array, "b s"] | None,
 ) -> tuple[Float[Array, "b s h d"], SLSTMState]:
     """Compute all hidden states and the last state, one token after the other."""
-    # The scan sums the gradient of what its body uses in that precision, so the body rounds the kernel, not its caller.
+    # The scan accumulates gradients in the precision of its inputs, so the kernel is rounded inside the body.
     wide = recurrent.astype(jnp.promote_types(recurrent.dtype, gates.dtype))
 
     def body(state, token):
@@ -80,5 +80,5 @@ State = TypeVar("State", bound=tuple[jax.Array, ...])
 
 
 def select(rows: Bool[Array, " b"], chosen: State, other: State) -> State:
-    """Take the states of some rows from `chosen`, those of the rest from `other`."""
+    """Select the states of the given rows from `chosen`, and those of the other rows from `other`."""
     return jax.tree.map(lambda c, o: jnp.where(rows[:, None, None], c, o), chosen, other)

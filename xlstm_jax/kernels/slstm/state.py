@@ -1,4 +1,4 @@
-"""The memory of the sLSTM: what one part of a sequence hands to the next."""
+"""The recurrent state of the sLSTM."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ from jaxtyping import Array, Float
 
 
 class SLSTMState(NamedTuple):
-    """The memory of each cell; `cell` and `normalizer` are in units of `exp(stabilizer)`.
+    """The state of each cell; `cell` and `normalizer` are in units of `exp(stabilizer)`.
 
-    A normaliser of zero means that nothing is stored yet. The stabiliser is a choice of units: it carries no gradient.
+    A normaliser of zero means that the memory is empty. The stabiliser is a choice of units: it carries no gradient.
     """
 
     hidden: Float[Array, "b h d"]
@@ -20,5 +20,5 @@ class SLSTMState(NamedTuple):
 
 
 def empty_state(batch_size: int, num_heads: int, head_dim: int, dtype: DTypeLike = jnp.float32) -> SLSTMState:
-    """Return the state before the first token: nothing is stored."""
+    """Return the state before the first token, an empty memory."""
     return SLSTMState(*(jnp.zeros((batch_size, num_heads, head_dim), dtype) for _ in SLSTMState._fields))

@@ -1,1 +1,1 @@
-"""Attention within documents in kernels for Hopper GPUs."""
+"""Kernels of attention within documents for Hopper GPUs."""

@@ -1,1 +1,1 @@
-"""The mLSTM in kernels for NVIDIA's Hopper GPUs, in Pallas Mosaic GPU, which takes JAX 0.11 or newer."""
+"""Pallas Mosaic GPU kernels of the mLSTM for NVIDIA Hopper GPUs; they need JAX 0.11 or newer."""

@@ -1,15 +1,15 @@
 """The chunkwise mLSTM on Hopper GPUs: matmuls in bfloat16, gates, sums and memories in float32, exact gradients.
 
-Forward     the gates give a few numbers for each position (plain JAX); one kernel passes over the positions and stores
-            the memory before each chunk; another computes the outputs of all chunks in parallel.
-Backward    the same two kernels give the gradients of the memories, from the last position to the first, and those of
-            the values; a third gives those of queries and keys. With `d` the divisor of an output and `e = dh . h`,
-            the divisor's gradient in units of it, `delta`, is `-e` by the sign of the denominator where that is above
-            its floor, and zero below. Divisors go into exponents, so nothing is divided in memory.
-Gates       as in the chunkwise form. What is read comes from the kernel that computes `dq`: it rounds the same pairs of
+Forward     plain JAX computes a few factors per position from the gates; one kernel scans the positions and stores the
+            memory before each chunk; another computes the outputs of all chunks in parallel.
+Backward    the same two kernels compute the gradients of the memories, in a reverse scan, and those of the values; a
+            third computes those of queries and keys. With `d` the divisor of an output and `e = dh . h`, the divisor's
+            gradient in units of the divisor, `delta`, is `-e` times the sign of the denominator where its magnitude is
+            above the floor, and zero below. Divisors are folded into exponents, so no array is divided in memory.
+Gates       as in the chunkwise form. The reads come from the kernel that computes `dq`: it rounds the same pairs of
             positions as `dk`, and the errors of both cancel in the sum over all later positions.
-Segments    where batch and heads do not fill a GPU, segments of a sequence are computed as separate sequences. A first
-            pass over each segment gives what it writes, and with that the memory before each segment is known.
+Segments    if batch and heads do not occupy a GPU, segments of a sequence are computed as separate sequences. A first
+            pass over each segment computes its update of the memory, which gives the memory before each segment.
 """
 
 import functools
@@ -35,20 +35,20 @@ LOG2_E = math.log2(math.e)
 
 
 class _Rows(NamedTuple):
-    """Numbers of each position that follow from the gates; segments count as sequences."""
+    """Factors of each position, computed from the gates; segments are separate sequences."""
 
     row: Float[Array, "b h s"]
     """The base-2 exponent of a reading position."""
     column: Float[Array, "b h s"]
-    """The base-2 exponent of a position that is read."""
+    """The base-2 exponent of a written position."""
     from_memory: Float[Array, "b h s"]
     to_memory: Float[Array, "b h s"]
     floor: Float[Array, "b h s"]
-    """The lower bound of the size of a denominator."""
+    """The lower bound of the magnitude of a denominator."""
     keep: Float[Array, "b h n"]
-    """The factor of the memory before a chunk that it keeps."""
+    """The decay factor from the memory before a chunk to the memory after it."""
     documents: Float[Array, "b s"] | None
-    """The number of a position's document within its chunk."""
+    """The index of a position's document within its chunk."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9, 10, 11))
@@ -75,12 +75,12 @@ def mlstm_mosaic(
         log_input: The logarithms of the input gates.
         log_forget: The logarithms of the forget gates.
         state: The memory before the first position; empty by default.
-        resets: Where a document begins.
+        resets: The positions at which documents start.
         tiling: The tiles.
         eps: Added to the denominator of the outputs.
         interpret: How to simulate a GPU on a CPU, or `None` to run on one.
-        return_state: Whether to return the last state; if not, the gradients need less work.
-        scale: What queries are multiplied by; `1/sqrt(k)` by default.
+        return_state: Whether to return the last state; without it, the gradients need less work.
+        scale: The factor of the queries; `1/sqrt(k)` by default.
     """
     result, _ = _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpret, return_state, scale)
     return result
@@ -94,7 +94,7 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
     segments = num_segments(b * h, tiling, s // tiling.chunk_size)
     rows = keep(_rows(gates, segments))
     queries, keys, values = (_segmented(x, segments) for x in (q, k, v))
-    memories = None  # a single chunk neither reads nor writes any
+    memories = None  # a single chunk needs no memories
     if state is not None or return_state or s > tiling.chunk_size:
         run = functools.partial(_memories, tiling=tiling, segments=segments, interpret=interpret)
         memories = keep(run(keys, values, rows.to_memory, rows.keep, None if state is None else state[:2]))
@@ -117,7 +117,7 @@ def _forward(q, k, v, log_input, log_forget, state, resets, tiling, eps, interpr
     if return_state and memories is not None:
         memory, normalizer = (_of_segment(x, -1, segments) for x in (memories.last, memories.last_normalizer))
         last = MLSTMState(memory, normalizer, gates.stabilizer[-1, ..., -1])
-    has_state = None if state is None else ()  # without an array in it, this is known when the program is traced
+    has_state = None if state is None else ()  # an empty tuple, not an array, so that this is static
     return (hidden, last), (q, k, v, has_state, resets, rows, memories, hidden, denominators)
 
 
@@ -127,7 +127,7 @@ def _backward(tiling, eps, interpret, return_state, scale, residuals, cotangents
     b, _, h, qk_dim = q.shape
     segments, scale = rows.row.shape[0] // b, scale or qk_dim**-0.5
     aligned = jnp.sum(hidden.astype(jnp.float32) * dhidden.astype(jnp.float32), axis=-1)
-    # Behind a barrier: XLA would sum and transpose in one kernel, which takes ten times as long for long sequences.
+    # Without the barrier, XLA fuses sum and transpose into one kernel, which is ten times slower for long sequences.
     aligned = jnp.swapaxes(_segmented(lax.optimization_barrier(aligned), segments), 1, 2)
     size = jnp.abs(denominators)
     divisor = jnp.maximum(size, rows.floor) + eps
@@ -205,7 +205,7 @@ mlstm_mosaic.defvjp(_forward, _backward)
 def _memories(
     keys, values, weights, keep, first, normalizer_weights=None, *, tiling, segments, interpret, backwards=False
 ):
-    """Compute all memories. The memory before a segment is the sum of what the segments before it wrote and kept."""
+    """Compute all memories. The memory before a segment is the sum of the decayed updates by earlier segments."""
     run = functools.partial(
         compute_memories,
         keys,
@@ -259,12 +259,12 @@ def _rows(gates: ChunkGates, segments: int) -> _Rows:
 
 
 def _segmented(x, segments):
-    """Split sequences into segments, which count as sequences."""
+    """Split sequences into segments, as separate sequences."""
     return x.reshape(x.shape[0] * segments, x.shape[1] // segments, *x.shape[2:])
 
 
 def _whole(x, batch_size):
-    """Join the rows of segments to rows of sequences."""
+    """Merge segments into sequences; the inverse of `_segmented`."""
     segments, h = x.shape[0] // batch_size, x.shape[1]
     return jnp.swapaxes(x.reshape(batch_size, segments, h, -1), 1, 2).reshape(batch_size, h, -1)
 
@@ -274,13 +274,13 @@ def _of_segment(x, segment, segments):
 
 
 def _flow(net_read, leaving, resets, chunk_size):
-    """Sum what is read at each position and after it, within its document, and add what leaves the sequence.
+    """Sum the net reads from each position on within its document, and add the flow out of the sequence.
 
     Args:
-        net_read: What each position reads minus what it writes, `[b h s]`.
-        leaving: What is read after the sequence, `[b h]`.
-        resets: Where documents begin, `[b s]`.
-        chunk_size: Positions that are summed first, before chunks are.
+        net_read: The reads minus the writes of each position, `[b h s]`.
+        leaving: The reads after the sequence, `[b h]`.
+        resets: The positions at which documents start, `[b s]`.
+        chunk_size: The number of positions to sum first, before the sum over chunks.
     """
     b, h, s = net_read.shape
     net_read = net_read.reshape(b, h, s // chunk_size, chunk_size)
@@ -290,7 +290,7 @@ def _flow(net_read, leaving, resets, chunk_size):
         first_documents = jnp.where(documents == 0, net_read, 0.0)
         cuts = jnp.cumsum(documents[..., -1] > 0, axis=-1, dtype=jnp.int32)
     within = scan(net_read, "sum", documents, reverse=True, unroll=True)
-    # What leaves a chunk: the first documents of later chunks, unless a document begins before them.
+    # The flow out of a chunk: the reads of the first documents of later chunks, up to the next document start.
     totals = jnp.concatenate([jnp.sum(first_documents, axis=-1)[..., 1:], leaving[..., None]], axis=-1)
     leaves = scan(totals, "sum", cuts, reverse=True, unroll=True)[..., None]
     if documents is not None:

@@ -1,4 +1,4 @@
-"""Which pairs of positions of a chunk see each other."""
+"""Masks of position pairs within a chunk."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from xlstm_jax.kernels.mosaic_gpu.tiles import ACCUMULATOR, broadcast_rows
 def mask_scores(
     scores: jax.Array, *, diagonal: bool, anticausal: bool, documents: tuple[jax.Array, jax.Array] | None
 ) -> jax.Array:
-    """Set scores of pairs that do not see each other to zero; these may be infinite.
+    """Set the scores of masked pairs to zero, even if they are infinite.
 
     Args:
         scores: Scores between `TILE` rows and as many columns.
-        diagonal: Whether rows and columns are the same positions; if not, rows see all columns.
-        anticausal: Whether a row sees the columns after it, not those before it.
-        documents: The document of each row, and that of each column repeated over the rows, if there are several.
+        diagonal: Whether rows and columns are the same positions; otherwise rows read all columns.
+        anticausal: Whether a row reads the columns after it, not those before it.
+        documents: The document of each row, and that of each column broadcast over the rows, if there are several.
     """
     mask = None
     if diagonal:

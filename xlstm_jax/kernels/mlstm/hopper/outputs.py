@@ -1,17 +1,17 @@
-"""The outputs of an mLSTM from the memories before each chunk, and with other roles the gradient of its values.
+"""Kernel of the outputs of an mLSTM, given the memory before each chunk; it also computes the gradients of values.
 
     o[t] = from_memory[t] q[t] memory + sum over the s of t's chunk of (q[t] . k[s]) exp2(row[t] + column[s]) v[s]
 
 over `s <= t`, or `s >= t` for the gradient (anticausal). Without `v` the same sum is the denominator of the outputs. A
-chunk that is alone reads no memory.
+single chunk without an initial state reads no memory.
 
 Grid        persistent thread blocks; a work item is the outputs of `ROWS` positions of a chunk, in one or more parts of
             `k` columns of the values.
-Shapes      b batch, h heads, s positions, n chunks, k and v head sizes; `_smem` buffers begin with ring stages, and
-            `w` are the two computing warpgroups.
-Rings       `items` holds what a work item keeps: queries and vectors. `tiles` streams, in this order, the memory in
-            tiles of `TILE` rows, for each step the keys and the parts of the values, and the outputs on their way out,
-            which the computing warpgroups write.
+Shapes      b batch, h heads, s positions, n chunks, k and v head sizes; the first axis of `_smem` buffers is the ring
+            stage, and `w` are the two compute warpgroups.
+Rings       `items` has the resident data of a work item: queries and vectors. `tiles` streams, in this order, the
+            memory in tiles of `TILE` rows, for each step the keys and the parts of the values, and the outputs, which
+            the compute warpgroups write to it before they are stored to global memory.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from xlstm_jax.kernels.mosaic_gpu.tiles import (
 )
 
 NORMALIZER_ROWS = 8
-"""Rows of a normaliser as an operand of a matmul: parts of it that add up, then zeros."""
+"""Rows of a normaliser as an operand of a matmul: bfloat16 parts whose sum is the normaliser, then zeros."""
 
 Sums = tuple[jax.Array, ...]
 """Accumulators of the parts of the outputs."""
@@ -51,7 +51,7 @@ Sums = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(kw_only=True)
 class _Refs:
-    """The references of the kernel; what it does not read or write is `None`."""
+    """The references of the kernel; unused ones are `None`."""
 
     # Inputs in global memory.
     q: Ref  # [b, s, h, k]
@@ -85,21 +85,21 @@ class _Refs:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """A work item of one computing warpgroup."""
+    """A work item of one compute warpgroup."""
 
     item: WorkItem
     warpgroup: Index
     turn: Index
     first_tile: Index
     rows: Slice
-    """Its positions in the sequence, then in the work item."""
+    """The positions in the sequence; the next field has those in the work item."""
     rows_of_item: Slice
     stage: Index
     q_tile: Ref
 
 
 class _RowVectors(NamedTuple):
-    """One number for each row of a warpgroup."""
+    """Vectors with one element for each row of a warpgroup."""
 
     exponent: jax.Array
     floor: jax.Array | None
@@ -108,7 +108,7 @@ class _RowVectors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The kernel: its references, and what is known when it is traced."""
+    """The kernel: its references and static parameters."""
 
     refs: _Refs
     schedule: Schedule
@@ -119,7 +119,7 @@ class _Kernel:
 
     @property
     def items(self) -> Ring:
-        """The ring of what work items keep."""
+        """The ring of the resident data of work items."""
         return Ring(self.tiling.output_stages, self.refs.items_full, self.refs.items_empty)
 
     @property
@@ -157,7 +157,7 @@ class _Kernel:
         specialize_warpgroups(2, compute=self._compute, load=self._load)
 
     def _num_tiles(self, item: WorkItem) -> Index:
-        """Return how many tiles a work item has."""
+        """Return the number of tiles of a work item."""
         num_steps = self.schedule.num_tiles(item.part, anticausal=self.anticausal)
         return self.num_memory_tiles + self.tiles_per_step * num_steps + self.num_output_tiles
 
@@ -170,7 +170,7 @@ class _Kernel:
         width = self.tiling.qk_dim
         return pl.ds(item.kind * (self.num_parts * width) + part * width, width)
 
-    # The computing warpgroups.
+    # The compute warpgroups.
 
     def _compute(self, warpgroup: Index) -> None:
         end = self.schedule.run(functools.partial(self._compute_item, warpgroup))
@@ -182,7 +182,7 @@ class _Kernel:
         return end - self.num_output_tiles + warpgroup * self.num_parts + part
 
     def _finish_stores(self, warpgroup: Index, end: Index) -> None:
-        """Wait until the outputs of a work item, whose tiles end at `end`, have left shared memory."""
+        """Wait until the outputs of a work item, whose tiles end at `end`, are copied out of shared memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for part in range(self.num_parts):
             self.tiles.release(self._output_tile(end, warpgroup, part))
@@ -233,7 +233,7 @@ class _Kernel:
         return _RowVectors(exponent, floor, document)
 
     def _read_memory(self, work: _Work) -> tuple[Sums, jax.Array | None]:
-        """Return what is read of the memory, and of the normaliser if outputs are divided."""
+        """Return the reads from the memory, and from the normaliser if outputs are divided."""
         return pl.run_scoped(
             functools.partial(self._multiply_by_memory, work),
             plgpu.ACC((TILE, NORMALIZER_ROWS), jnp.float32),
@@ -268,7 +268,7 @@ class _Kernel:
     def _add_step(
         self, work: _Work, vectors: _RowVectors, n: Index, carry: tuple[Sums, jax.Array | None], *, diagonal: bool
     ) -> tuple[Sums, jax.Array | None]:
-        """Add the pairs with the `TILE` positions of a step."""
+        """Add the contributions of the `TILE` positions of a step."""
         refs = self.refs
         sums, denominator = carry
         scores = sum_of_matmuls(functools.partial(self._scores_operands, work, n))
@@ -292,7 +292,7 @@ class _Kernel:
         return sums, denominator
 
     def _divide(self, work: _Work, sums: Sums, denominator: jax.Array, floor: jax.Array) -> Sums:
-        """Divide the outputs by their denominators, and store these."""
+        """Divide the outputs by their denominators, and store the denominators."""
         item = work.item
         inverse = 1.0 / (jnp.maximum(jnp.abs(denominator), floor) + self.eps)
         sums = tuple(x * broadcast_rows(inverse, self.tiling.qk_dim) for x in sums)
@@ -304,7 +304,7 @@ class _Kernel:
         return sums
 
     def _store_outputs(self, work: _Work, sums: Sums) -> Index:
-        """Store the outputs, and return the end of the work item's tiles."""
+        """Store the outputs, and return the number after the last tile of the work item."""
         refs, item, warpgroup, parts = self.refs, work.item, work.warpgroup, range(self.num_parts)
         end = work.first_tile + self._num_tiles(item)
         for part in parts:
@@ -319,7 +319,7 @@ class _Kernel:
             self.tiles.skip(end - self.num_output_tiles + (1 - warpgroup) * self.num_parts + part)
         return end
 
-    # The warpgroup that loads.
+    # The load warpgroup.
 
     def _load(self) -> None:
         count = self.schedule.run(self._load_item)
@@ -391,15 +391,15 @@ def compute_outputs(
         q: Queries, bfloat16.
         k: Keys, bfloat16.
         v: Values, bfloat16.
-        memories: The memory that each chunk reads, or `None` if all are empty.
+        memories: The memory before each chunk, or `None` if all are empty.
         row: The exponents of reading positions.
-        column: The exponents of positions that are read.
-        from_memory: The factor of what each position reads of its chunk's memory.
-        documents: The number of each position's document within its chunk, if a chunk can have several.
+        column: The exponents of written positions.
+        from_memory: The factor of each position's read from the memory of its chunk.
+        documents: The index of each position's document within its chunk, if a chunk can have several.
         tiling: The tiles.
-        floor: The lower bound of the size of each denominator, if outputs are divided.
-        eps: Added to the size of each denominator.
-        anticausal: Whether positions read those after them, not those before.
+        floor: The lower bound of the magnitude of each denominator, if outputs are divided.
+        eps: Added to the magnitude of each denominator.
+        anticausal: Whether positions read later positions, not earlier ones.
         interpret: How to simulate a GPU on a CPU.
     """
     b, s, h, width = q.shape
@@ -460,10 +460,10 @@ def _scratch(tiling: Tiling, *, divides: bool, reads_memories: bool, has_documen
 
 
 def _as_operand(normalizers: Float[Array, "b h n k"]) -> BFloat16[Array, "b h n 8 k"]:
-    """Split each normaliser into three bfloat16 numbers, whose sum is exact, and add rows of zeros."""
+    """Split each normaliser into three bfloat16 numbers with an exact sum, and pad with rows of zeros."""
     parts = []
     for _ in range(3):
-        # Not `astype`: XLA may drop a conversion to bfloat16 and back.
+        # Not `astype`: XLA may remove a conversion to bfloat16 and back.
         parts.append(lax.reduce_precision(normalizers, exponent_bits=8, mantissa_bits=7))
         normalizers = normalizers - parts[-1]
     rows = jnp.stack(parts, axis=3).astype(jnp.bfloat16)

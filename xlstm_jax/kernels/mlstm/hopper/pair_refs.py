@@ -1,4 +1,4 @@
-"""The references of the kernel of `pairs`, their roles for each kind of gradient, and its shared memory."""
+"""The references of the kernel in `pairs`, their roles for each kind of gradient, and its shared memory."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -66,10 +66,10 @@ class Role(NamedTuple):
     column: Ref
     from_memory: Ref
     primal: Ref
-    """What the gradient belongs to."""
+    """The array whose gradient is computed."""
     gradient: Ref
     primal_gradient: Ref
-    """The inner product of both."""
+    """The inner product of the primal and its gradient."""
 
 
 def roles_of(refs: PairRefs) -> tuple[Role, Role]:

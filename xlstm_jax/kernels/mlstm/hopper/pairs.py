@@ -1,4 +1,4 @@
-"""The gradients of queries and keys of an mLSTM, which have one form.
+"""Kernel of the gradients of queries and keys of an mLSTM, which have the same form.
 
     g[t] = sum over the s of t's chunk of (lhs[t] . rhs[s] + delta) exp2(row[t] + column[s]) summed[s]
            + from_memory[t] (memory lhs[t] + delta normalizer)
@@ -10,11 +10,12 @@
 
 Grid        persistent thread blocks; a work item is the gradient of queries or of keys at `ROWS` positions of a chunk.
             The work items of a chunk are neighbours, so they run at the same time and share tiles in the cache.
-Shapes      b batch, h heads, s positions, n chunks, k and v head sizes; `_smem` buffers begin with ring stages, and
-            `w` are the two computing warpgroups. `lhs` and `rhs` are as wide as values: `v / k` parts of `k` columns.
-Rings       `items` holds what a work item keeps: `lhs` and vectors. `tiles` streams, in this order, the memory in tiles
-            of `TILE` columns, for each step the parts of `rhs` and then `summed`, and one tile per warpgroup of what
-            the gradient belongs to, whose place the gradient takes on its way out.
+Shapes      b batch, h heads, s positions, n chunks, k and v head sizes; the first axis of `_smem` buffers is the ring
+            stage, and `w` are the two compute warpgroups. `lhs` and `rhs` have the width of values: `v / k` parts of
+            `k` columns.
+Rings       `items` has the resident data of a work item: `lhs` and vectors. `tiles` streams, in this order, the memory
+            in tiles of `TILE` columns, for each step the parts of `rhs` and then `summed`, and one tile per warpgroup of
+            the primal (queries or keys), which the gradient overwrites before it is stored to global memory.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ from xlstm_jax.kernels.mosaic_gpu.tiles import (
 
 
 class PairGradients(NamedTuple):
-    """The gradients of queries and keys, and their inner products with the queries and keys of each position."""
+    """The gradients of queries and keys, and their inner products with the queries and keys at each position."""
 
     dq: Float[Array, "b s h k"]
     q_dq: Float[Array, "b h s"]
@@ -60,7 +61,7 @@ class PairGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """A work item of one computing warpgroup."""
+    """A work item of one compute warpgroup."""
 
     role: Role
     item: WorkItem
@@ -68,14 +69,14 @@ class _Work:
     turn: Index
     first_tile: Index
     rows: Slice
-    """Its positions in the sequence, then in the work item and in the chunk."""
+    """The positions in the sequence; the next fields have those in the work item and in the chunk."""
     rows_of_item: Slice
     rows_of_chunk: Slice
     stage: Index
 
 
 class _RowVectors(NamedTuple):
-    """One number for each row of a warpgroup."""
+    """Vectors with one element for each row of a warpgroup."""
 
     exponent: jax.Array
     from_memory: jax.Array | None
@@ -85,7 +86,7 @@ class _RowVectors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The kernel: its references, and what is known when it is traced."""
+    """The kernel: its references and static parameters."""
 
     refs: PairRefs
     schedule: Schedule
@@ -97,7 +98,7 @@ class _Kernel:
 
     @property
     def items(self) -> Ring:
-        """The ring of what work items keep."""
+        """The ring of the resident data of work items."""
         return Ring(self.tiling.pair_stages, self.refs.items_full, self.refs.items_empty)
 
     @property
@@ -130,11 +131,11 @@ class _Kernel:
         specialize_warpgroups(2, compute=self._compute, load=self._load)
 
     def _num_tiles(self, item: WorkItem) -> Index:
-        """Return how many tiles a work item has."""
+        """Return the number of tiles of a work item."""
         queries, keys = (self.schedule.num_tiles(item.part, anticausal=role.anticausal) for role in self.roles)
         return self.num_memory_tiles + self.tiles_per_step * jnp.where(item.kind == 0, queries, keys) + 2
 
-    # The computing warpgroups.
+    # The compute warpgroups.
 
     def _compute(self, warpgroup: Index) -> None:
         def work(turn: Index, first_tile: Index) -> Index:
@@ -150,7 +151,7 @@ class _Kernel:
         plgpu.wait_smem_to_gmem(0)
 
     def _finish_stores(self, warpgroup: Index, end: Index) -> None:
-        """Wait until the gradients of a work item, whose tiles end at `end`, have left shared memory."""
+        """Wait until the gradients of a work item, whose tiles end at `end`, are copied out of shared memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.tiles.release(end - 2 + warpgroup)
 
@@ -186,7 +187,7 @@ class _Kernel:
         self._store_gradient(work, total)
 
     def _load_row_vectors(self, work: _Work) -> _RowVectors:
-        """Load what belongs to the rows of a warpgroup: from shared memory where it fits, else ahead of the wait."""
+        """Load the row vectors of a warpgroup: from shared memory if they fit, else from global memory early."""
         refs, item, stage = self.refs, work.item, work.stage
         is_staged = self.tiling.pair_vectors_fit
 
@@ -256,7 +257,7 @@ class _Kernel:
         return [(self.refs.lhs_smem.at[stage, work.warpgroup, part], x) for part, x in enumerate(rhs)]
 
     def _add_step(self, work: _Work, vectors: _RowVectors, n: Index, total: jax.Array, *, diagonal: bool) -> jax.Array:
-        """Add the pairs with the `TILE` positions of a step."""
+        """Add the contributions of the `TILE` positions of a step."""
         refs, item, anticausal = self.refs, work.item, work.role.anticausal
         scores = sum_of_matmuls(functools.partial(self._scores_operands, work, n))
         for part in range(self.num_parts):
@@ -284,7 +285,7 @@ class _Kernel:
         return total
 
     def _store_gradient(self, work: _Work, total: jax.Array) -> None:
-        """Store a gradient and its inner product with its primal, whose tile it replaces in shared memory."""
+        """Store a gradient and its inner product with its primal; it overwrites the primal's tile in shared memory."""
         role, item = work.role, work.item
         end = work.first_tile + self._num_tiles(item)
         own, other = end - 2 + work.warpgroup, end - 1 - work.warpgroup
@@ -297,7 +298,7 @@ class _Kernel:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging, role.gradient.at[item.batch, work.rows, item.head])
 
-    # The warpgroup that loads.
+    # The load warpgroup.
 
     def _load(self) -> None:
         def work(turn: Index, first_tile: Index) -> Index:
@@ -381,18 +382,18 @@ def compute_pair_gradients(
     """Compute the gradients of queries and keys.
 
     Args:
-        q: Queries, bfloat16, as are the next three.
+        q: Queries, bfloat16, like the next three.
         k: Keys.
         v: Values.
         dh: The gradients of the outputs.
-        before: The memories before each chunk; `None` if all are empty, as are then the next.
-        dafter: The gradients of the memories after each chunk.
-        reading: The exponents of positions as they read, their divisors included.
-        written: The exponents of positions as they are read.
-        from_memory: The factor of what each position reads of the memory before its chunk, divisors included.
-        to_memory: The factor of what each position writes to the memory after its chunk.
-        delta: The gradients of the divisors, in units of them.
-        documents: The number of each position's document within its chunk, if a chunk can have several.
+        before: The memories before each chunk; `None` if all are empty.
+        dafter: The gradients of the memories after each chunk; `None` if `before` is.
+        reading: The exponents of reading positions, with their divisors.
+        written: The exponents of written positions.
+        from_memory: The factor of each position's read from the memory before its chunk, with its divisor.
+        to_memory: The factor of each position's write to the memory after its chunk.
+        delta: The gradients of the divisors, in units of the divisors.
+        documents: The index of each position's document within its chunk, if a chunk can have several.
         tiling: The tiles.
         interpret: How to simulate a GPU on a CPU.
     """

@@ -1,7 +1,7 @@
-"""The work items of the mLSTM's kernels: `ROWS` positions of a chunk, and the tiles of the chunk that they see.
+"""The work items of the mLSTM's kernels: `ROWS` positions of a chunk, and the tiles of the chunk that they read.
 
-Positions at the end of a chunk see more tiles than those at its start, so a thread block gets both in turn. Causal rows
-see the tiles before them, anticausal rows those after them; the tile on the diagonal is the last one of a warpgroup.
+Positions at the end of a chunk read more tiles than those at its start, so a thread block alternates between them for
+balance. Causal rows read earlier tiles, anticausal rows later ones; the diagonal tile is the last one of a warpgroup.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from xlstm_jax.kernels.mosaic_gpu.schedule import PersistentSchedule, divmod_by
 
 @dataclasses.dataclass(frozen=True)
 class WorkItem:
-    """The results of `ROWS` positions of a chunk, `TILE` of them for each computing warpgroup."""
+    """The results of `ROWS` positions of a chunk, `TILE` of them for each compute warpgroup."""
 
     batch: Index
     head: Index
     chunk: Index
     kind: Index
-    """Which of several results of the same positions."""
+    """The index of the kind of result, if there are several for the same positions."""
     part: Index
-    """Which `ROWS` positions of the chunk."""
+    """The index of the group of `ROWS` positions within the chunk."""
     start: Index
     """The first position of the chunk in the sequence."""
 
@@ -60,9 +60,9 @@ class Schedule(PersistentSchedule):
         return self.batch_size * self.num_heads * self.num_chunks * self.num_kinds * self.num_parts
 
     def item(self, turn: Index) -> WorkItem:
-        """Return the work item that this thread block takes in a turn."""
+        """Return the work item of this thread block in a turn."""
         rest, part = divmod_by(self.item_index(turn), self.num_parts)
-        if self.num_blocks % self.num_parts == 0:  # else the parts alternate by themselves
+        if self.num_blocks % self.num_parts == 0:  # otherwise the parts alternate anyway
             part = lax.rem(part + turn, jnp.int32(self.num_parts))
         rest, kind = divmod_by(rest, self.num_kinds)
         rest, chunk = divmod_by(rest, self.num_chunks)
@@ -70,12 +70,12 @@ class Schedule(PersistentSchedule):
         return WorkItem(batch, head, chunk, kind, part, chunk * self.tiling.chunk_size)
 
     def num_full_tiles(self, part: Index, warpgroup: Index, *, anticausal: bool) -> Index:
-        """Return how many tiles of a chunk a warpgroup sees without a mask, before the one on the diagonal."""
+        """Return the number of unmasked tiles of a chunk that a warpgroup reads, before the diagonal one."""
         own = 2 * part + warpgroup
         return self.tiles_per_chunk - 1 - own if anticausal else own
 
     def num_tiles(self, part: Index, *, anticausal: bool) -> Index:
-        """Return how many tiles of a chunk at least one warpgroup of a thread block sees."""
+        """Return the number of tiles of a chunk that at least one warpgroup of a thread block reads."""
         return self.num_full_tiles(part, 0 if anticausal else 1, anticausal=anticausal) + 1
 
     def tile_start(self, n: Index, *, anticausal: bool) -> Index:

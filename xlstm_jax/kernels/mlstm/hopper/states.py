@@ -1,14 +1,15 @@
-"""The memories of an mLSTM before each chunk, or their gradients after each, in one pass over the positions.
+"""Kernel of the memories of an mLSTM before each chunk, or of their gradients after each, in one pass over positions.
 
     memory[c] = keep[c] memory[c-1] + sum over the chunk of weight[s] k[s] v[s]^T,    and without v the normaliser
 
-A thread block keeps its part of the memory in accumulators, in float32, and stores it as bfloat16 before every chunk.
-Keys are read transposed from shared memory into registers, weighted there, and are the left operand of the matmul:
-there is no weighted copy of them in memory, and the normaliser is the sum of that operand.
+A thread block has its part of the memory in float32 accumulators, and stores it as bfloat16 before every chunk. Keys
+are loaded transposed from shared memory into registers, weighted there, and are the left operand of the matmul: no
+weighted copy is stored, and the normaliser is the sum of that operand.
 
-Grid        (batch, head, columns, rows) of the memory; one or two computing warpgroups share the rows of a block, or
-            its columns where there are too few rows.
-Shapes      b batch, h heads, s positions, n chunks, k and v head sizes; `_smem` buffers of the ring begin with stages.
+Grid        (batch, head, columns, rows) of the memory; one or two compute warpgroups share the rows of a block, or its
+            columns if there are too few rows.
+Shapes      b batch, h heads, s positions, n chunks, k and v head sizes; the first axis of the ring's `_smem` buffers is
+            the stage.
 Ring        `TILE` positions: keys, values and weights.
 """
 
@@ -30,7 +31,7 @@ from xlstm_jax.kernels.mosaic_gpu.tiles import ACCUMULATOR, OPERAND, ROW, load_c
 
 
 class Memories(NamedTuple):
-    """The memories of a sequence in `n` chunks, and of its end."""
+    """The memories of a sequence before each of `n` chunks, and at its end."""
 
     chunks: Float[Array, "b h n k v"]
     normalizers: Float[Array, "b h n k"]
@@ -40,7 +41,7 @@ class Memories(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class _Refs:
-    """The references of the kernel; what it does not read or write is `None`."""
+    """The references of the kernel; unused ones are `None`."""
 
     # Inputs in global memory.
     k: Ref  # [b, s, h, k]
@@ -68,23 +69,23 @@ class _Refs:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """The part of a memory that belongs to a computing warpgroup."""
+    """The part of a memory of one compute warpgroup."""
 
     batch: Index
     head: Index
     warpgroup: Index
     k_offset: Index
-    """Its first row and column within the part of the thread block."""
+    """The first row within the part of the thread block; the next field has the first column."""
     v_offset: Index
     rows: Slice
-    """Its rows and columns of the memory."""
+    """The rows of the memory; the next field has the columns."""
     columns: Slice
     writes_normalizer: Index
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The kernel: its references, and what is known when it is traced."""
+    """The kernel: its references and static parameters."""
 
     refs: _Refs
     tiling: Tiling
@@ -94,7 +95,7 @@ class _Kernel:
 
     @property
     def block(self) -> StateTiling:
-        """The part of a memory that a thread block has."""
+        """The part of a memory of one thread block."""
         return self.tiling.states
 
     @property
@@ -119,7 +120,7 @@ class _Kernel:
             load=functools.partial(self._load, *place),
         )
 
-    # The computing warpgroups.
+    # The compute warpgroups.
 
     def _compute(self, batch: Index, head: Index, k_start: Index, v_start: Index, warpgroup: Index) -> None:
         refs, width = self.refs, self.block.width
@@ -149,18 +150,18 @@ class _Kernel:
         return self.num_chunks - 1 - step if self.backwards else step
 
     def _pass_chunk(self, work: _Work, step: Index, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Store the memory before a chunk, and add what the chunk writes."""
+        """Store the memory before a chunk, and add the update by the chunk."""
         memory, normalizer, keep = carry
         if self.refs.chunks is not None:
             self._store(work, self._chunk_of_step(step), memory, normalizer)
         memory, normalizer = memory * keep, normalizer * keep
-        keep = self.refs.keep[work.batch, work.head, self._chunk_of_step(step + 1)]  # early: global memory is far away
+        keep = self.refs.keep[work.batch, work.head, self._chunk_of_step(step + 1)]  # loaded early, to hide the latency of global memory
         add_chunk = self._add_chunk_simulated if self.interpret else self._add_chunk
         return *add_chunk(work, step * self.tiles_per_chunk, memory, normalizer), keep
 
     def _store(self, work: _Work, chunk: Index, memory: jax.Array, normalizer: jax.Array) -> None:
         refs, warpgroup = self.refs, work.warpgroup
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the memory stored before has left the staging
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous store has left the staging buffer
         refs.staging_smem[warpgroup] = memory.astype(jnp.bfloat16)
         plgpu.commit_smem()
         target = refs.chunks.at[work.batch, work.head, chunk, work.rows, work.columns]
@@ -171,7 +172,7 @@ class _Kernel:
             refs.normalizers[work.batch, work.head, chunk, work.rows] = normalizer
 
     def _weighted_keys(self, work: _Work, stage: Index) -> tuple[jax.Array, jax.Array]:
-        """Return the weighted keys, transposed, and what they add to the normaliser."""
+        """Return the weighted keys, transposed, and their contribution to the normaliser."""
         refs = self.refs
         k_tile = refs.k_smem.at[stage, :, pl.ds(work.k_offset, TILE)].transpose((1, 0))
         keys = plgpu.load(k_tile, layout=ACCUMULATOR, optimized=False).astype(jnp.float32)
@@ -189,13 +190,13 @@ class _Kernel:
     def _add_chunk(
         self, work: _Work, first_tile: Index, memory: jax.Array, normalizer: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Add the positions of a chunk."""
+        """Add the update by the positions of a chunk."""
 
         def accumulate(refs: tuple[Ref, Ref]) -> None:
             memory_acc, normalizer_ref = refs
             for n in range(self.tiles_per_chunk):
                 stage = self.ring.wait(first_tile + n)
-                keys, added = self._weighted_keys(work, stage)  # while the matmul before runs
+                keys, added = self._weighted_keys(work, stage)  # overlaps with the previous matmul
                 normalizer_ref[...] += added
                 plgpu.wgmma(memory_acc, keys.astype(jnp.bfloat16), self._v_tile(work, stage))
                 if n:
@@ -210,7 +211,7 @@ class _Kernel:
     def _add_chunk_simulated(
         self, work: _Work, first_tile: Index, memory: jax.Array, normalizer: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Do the same on the simulated GPU, which has no matmul with an operand in registers."""
+        """Do the same on the simulated GPU, which does not support matmuls with an operand in registers."""
         for n in range(self.tiles_per_chunk):
             stage = self.ring.wait(first_tile + n)
             keys, added = self._weighted_keys(work, stage)
@@ -220,7 +221,7 @@ class _Kernel:
             self.ring.release(first_tile + n)
         return memory, normalizer
 
-    # The warpgroup that loads.
+    # The load warpgroup.
 
     def _load(self, batch: Index, head: Index, k_start: Index, v_start: Index) -> None:
         refs, num_tiles = self.refs, self.num_chunks * self.tiles_per_chunk
@@ -254,19 +255,19 @@ def compute_memories(
     last_only: bool = False,
     interpret: Interpret = None,
 ) -> Memories:
-    """Compute the memory before each chunk and after the last.
+    """Compute the memory before each chunk and after the last chunk.
 
     Args:
         k: Keys, bfloat16.
         v: Values, bfloat16.
-        weights: The factor of what each position writes.
-        keep: The factor of the memory that each chunk keeps.
+        weights: The factor of each position's write.
+        keep: The decay factor of the memory over each chunk.
         tiling: The tiles.
         first: The memory and the normaliser before the first chunk; empty by default.
-        normalizer_weights: The factor of what each position writes to the normaliser, if not `weights`.
-        backwards: Whether to pass from the last chunk to the first. The memory of a chunk is then what comes from the
-            chunks after it, and `last` is what comes from all.
-        last_only: Whether to return no memories of chunks.
+        normalizer_weights: The factor of each position's write to the normaliser, if not `weights`.
+        backwards: Whether to scan from the last chunk to the first. Then the memory of a chunk is that of all later
+            chunks, and `last` that of all chunks.
+        last_only: Whether to omit the memories of chunks.
         interpret: How to simulate a GPU on a CPU.
     """
     b, s, h, qk_dim = k.shape
@@ -295,7 +296,7 @@ def compute_memories(
         },
         outputs=last if last_only else chunks | last,
         scratch=_scratch(block, has_normalizer_weights=normalizer_weights is not None, last_only=last_only),
-        # The last axis is the fastest: blocks that run at the same time share keys and values in the cache.
+        # The last axis is the fastest, so concurrent blocks share keys and values in the cache.
         grid={"batch": b, "head": h, "columns": v_dim // block.columns, "rows": qk_dim // block.rows},
         num_warpgroups=block.num_warpgroups + 1,
         interpret=interpret,

@@ -1,7 +1,7 @@
 """One token of the mLSTM on a Hopper GPU, with the memory updated in place.
 
-Decoding computes next to nothing with a memory that, for a few dozen sequences, is as large as the weights, so all that
-counts is to read it once and to write it once. Thread blocks share a head: each has a few columns of its memory,
+Decoding is limited by memory bandwidth: for a few dozen sequences, the memories are as large as the weights, so each is
+read once and written once. Thread blocks share a head: each has a few columns of its memory,
 
     memory[t]     = keep memory[t-1] + write k v^T      in registers, 16 bytes per thread at a time
     numerator     = memory[t]^T q                       from the same registers
@@ -11,9 +11,9 @@ and one more has its normaliser:
     normalizer[t] = keep normalizer[t-1] + write k
     overlap       = normalizer[t] . q
 
-They run at the same time and in any order, so none may write what another reads. Hence the gates and the stabiliser are
-computed outside of the kernel, and the quotient of numerator and denominator is left to XLA, which fuses it with the
-norm after the cell.
+Blocks run concurrently and in any order, so no block may write what another one reads. Therefore the gates and the
+stabiliser are computed outside of the kernel, and XLA computes the quotient of numerator and denominator, fused with
+the norm after the cell.
 """
 
 from typing import Any
@@ -28,21 +28,21 @@ from xlstm_jax.kernels.mlstm.state import MLSTMState
 from xlstm_jax.kernels.mosaic_gpu.device import NUM_SMS
 from xlstm_jax.kernels.mosaic_gpu.pallas import Interpret, Ref, pl, plgpu
 
-# 16 x 32 numbers at a time: four rows per warp, eight lanes per row, so that each row is a full line of 128 bytes.
+# 16 x 32 elements at a time: four rows per warp, eight lanes per row, so that each row is a full line of 128 bytes.
 TILE = plgpu.Layout.TILED(plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-# 32 numbers of a vector at a time, eight per warp: the smallest store of full sectors of 32 bytes.
+# 32 elements of a vector at a time, eight per warp: the smallest store of full sectors of 32 bytes.
 LINE = plgpu.Layout.TILED(
     plgpu.Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(plgpu.Replicated(4), -2), vector_dim=-1
 )
 MULTIPLE = 32
 MAX_QK_DIM = 256
 NUMBERS_PER_BLOCK = 64 * 128
-"""Numbers of a memory in a thread block: 64 registers per thread, which leaves room for four blocks."""
+"""Elements of a memory per thread block: 64 registers per thread, so that four blocks fit on a multiprocessor."""
 ENOUGH_BLOCKS = 2 * NUM_SMS
 
 
 def step_problem(q: jax.Array, k: jax.Array, v: jax.Array, state: MLSTMState) -> str | None:
-    """Return why this kernel cannot take a token of these shapes, or `None` where it can."""
+    """Return why this kernel does not support these shapes, or `None` if it does."""
     qk_dim, v_dim = q.shape[-1], v.shape[-1]
     if qk_dim % MULTIPLE or v_dim % MULTIPLE or qk_dim > MAX_QK_DIM:
         return (
@@ -67,7 +67,7 @@ def mosaic_step(
     eps: float,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "b h v"], MLSTMState]:
-    """Compute `reference.step` in float32, in place of the state if it is not needed otherwise.
+    """Compute `reference.step` in float32, with the state updated in place if it has no other use.
 
     Args:
         state: The memory before the token.
@@ -105,7 +105,7 @@ def mosaic_step(
         return numerator / denominator[..., None], MLSTMState(memory, normalizer, stabilizer)
 
     def backward(residuals, gradients):
-        """Differentiate the reference: training is not token by token, so this need not be fast."""
+        """Differentiate the reference; speed does not matter, as training never runs token by token."""
         return jax.vjp(lambda state, *token: _reference_step(state, *token, eps=eps), *residuals)[1](gradients)
 
     compute.defvjp(lambda *arguments: (compute(*arguments), arguments), backward)
@@ -123,7 +123,7 @@ def _update(q, k, v, keep, write, normalizer, memory, *, interpret):
     v_dim = v.shape[-1]
     width = _columns_of_a_block(batch_size * num_heads, qk_dim, v_dim)
     num_blocks, scale = v_dim // width, qk_dim**-0.5
-    # If one matmul computes them, these are adjacent, and XLA passes on the result of the matmul without a copy.
+    # If these are adjacent results of one matmul, XLA passes the result on without a copy.
     token = jnp.concatenate([x.reshape(batch_size, 1, -1) for x in (q, k, v)], axis=2)[:, 0]
 
     def body(token_ref, keep_ref, write_ref, normalizer_ref, memory_ref, numerator_ref, overlap_ref):
@@ -166,14 +166,14 @@ def _update(q, k, v, keep, write, normalizer, memory, *, interpret):
         interpret=interpret,
         name="mlstm_step",
     )
-    # A kernel writes in place to the references that it is given.
+    # A kernel writes in place to references among its arguments.
     normalizer_ref, memory_ref = jax.new_ref(normalizer), jax.new_ref(memory)
     numerator, overlap = kernel(token, keep, write, normalizer_ref, memory_ref)
     return numerator, overlap, jax.freeze(normalizer_ref), jax.freeze(memory_ref)
 
 
 def _columns_of_a_block(num_memories: int, qk_dim: int, v_dim: int) -> int:
-    """Return the columns that fit into the registers of a thread block, or fewer if there would be too few blocks."""
+    """Return the number of columns that fit in the registers of a thread block, or fewer if blocks are too few."""
     width = MULTIPLE
     while (
         v_dim % (2 * width) == 0

@@ -1,49 +1,49 @@
-"""The tiles of the mLSTM's kernels for Hopper GPUs: plain numbers, known before anything runs."""
+"""Tilings of the mLSTM's kernels for Hopper GPUs, chosen ahead of time from plain integers."""
 
 import dataclasses
 
 from xlstm_jax.kernels.mosaic_gpu.device import NUM_SMS, ROWS, TILE
 
 MAX_WIDTH = 256
-"""Columns of the widest accumulator that a warpgroup can hold."""
+"""Columns of the widest accumulator of a warpgroup."""
 SHARED_NUMBERS = 108 * 1024
-"""16-bit numbers of the tiles in the shared memory of a thread block; the rest is for vectors."""
+"""16-bit elements of tiles in the shared memory of a thread block; the rest is for vectors."""
 SHARED_NUMBERS_OF_FEW_VECTORS = 112 * 1024
-"""The same where less than three kibibytes are left for vectors."""
+"""The same if less than three kibibytes are needed for vectors."""
 HEAD_DIMS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))
-"""The head sizes of queries and keys, and of values, that have kernels."""
+"""The supported head sizes of queries and keys, and of values."""
 MOST_WIDENING = 2
-"""How much wider a kernel may be than the heads that are padded for it: for the same heads, plain JAX takes almost four
-times as long."""
+"""The maximum ratio of the width of a kernel to that of the heads that are padded to it; plain JAX takes almost four
+times as long for the same heads."""
 CHUNK_SIZES = (128, 256)
 SEGMENT_CHUNKS, FEWEST_SEGMENTS = 8, 4
-"""Chunks of the shortest segment of a sequence, and the lowest number of segments: they are passed over twice, in
-parallel, so two segments take as long as the whole."""
+"""The minimum number of chunks in a segment of a sequence, and the minimum number of segments. Segments are processed in
+parallel, but twice, so two segments take as long as the unsplit sequence."""
 CUT_WIDTH = 8 * (256 + 512)
-"""Columns of keys and values of all heads up to which sequences are split: reading more of them twice is too slow."""
+"""The maximum columns of keys and values of all heads for splitting sequences: with more, reading twice is too slow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StateTiling:
-    """The part of a memory that one thread block keeps in registers while it passes over the positions."""
+    """The part of a memory that one thread block has in registers during its pass over the positions."""
 
     num_warpgroups: int
-    """The computing warpgroups; one more loads."""
+    """Compute warpgroups; there is one more for loads."""
     rows: int
-    """Rows of the memory of a block."""
+    """Rows of the memory per block."""
     columns: int
-    """Columns of the memory of a block."""
+    """Columns of the memory per block."""
     slots: int
     """Stages of the ring of keys and values."""
 
     @property
     def splits_columns(self) -> bool:
-        """Whether the warpgroups share the columns, as there are not enough rows for all."""
+        """Whether the warpgroups split the columns, as there are too few rows for all."""
         return self.rows < TILE * self.num_warpgroups
 
     @property
     def width(self) -> int:
-        """Columns of a warpgroup, which has `TILE` rows."""
+        """Columns per warpgroup, which has `TILE` rows."""
         return self.columns // self.num_warpgroups if self.splits_columns else self.columns
 
 
@@ -70,27 +70,27 @@ class Tiling:
 
     @property
     def output_stages(self) -> int:
-        """Work items whose queries are in shared memory, so that the next ones are loaded while one is computed."""
+        """Stages of the ring of work items: with 2, the queries of the next one are prefetched."""
         return 2 if self.qk_dim < MAX_WIDTH else 1
 
     @property
     def output_slots(self) -> int:
-        """Stages of the ring of tiles of `TILE` times `qk_dim` numbers, next to resident queries."""
+        """Stages of the ring of tiles of `TILE` times `qk_dim` elements, next to resident queries."""
         return self._slots(SHARED_NUMBERS - ROWS * self.qk_dim * self.output_stages)
 
     @property
     def pair_stages(self) -> int:
-        """Work items whose values, or gradients of outputs, are in shared memory."""
+        """Stages of the ring of work items, with their values or gradients of outputs."""
         return 2 if self.qk_dim < MAX_WIDTH else 1
 
     @property
     def pair_vectors_fit(self) -> bool:
-        """Whether there is shared memory for all vectors of a work item, not only for those of columns."""
+        """Whether shared memory suffices for all vectors of a work item, not only for those of columns."""
         return self.v_dim <= MAX_WIDTH
 
     @property
     def pair_slots(self) -> int:
-        """Stages of the ring of tiles of `TILE` times `qk_dim` numbers, next to resident values."""
+        """Stages of the ring of tiles of `TILE` times `qk_dim` elements, next to resident values."""
         numbers = SHARED_NUMBERS if self.pair_vectors_fit else SHARED_NUMBERS_OF_FEW_VECTORS
         return self._slots(numbers - ROWS * self.v_dim * self.pair_stages)
 
@@ -99,7 +99,7 @@ class Tiling:
 
 
 def choose_tiling(qk_dim: int, v_dim: int, length: int) -> Tiling:
-    """Return the tiles for heads of these sizes, or of the next larger ones, and sequences of this length."""
+    """Return the tiling for heads of these sizes, padded to supported ones, and sequences of this length."""
     if problem := tiling_problem(qk_dim, v_dim):
         raise ValueError(f"{problem[0].upper()}{problem[1:]}.")
     dims = _narrowest_kernel(qk_dim, v_dim)
@@ -108,7 +108,7 @@ def choose_tiling(qk_dim: int, v_dim: int, length: int) -> Tiling:
 
 
 def tiling_problem(qk_dim: int, v_dim: int) -> str | None:
-    """Return why no kernel can compute heads of these sizes, or `None` if one can."""
+    """Return why the kernels do not support heads of these sizes, or `None` if they do."""
     dims = _narrowest_kernel(qk_dim, v_dim)
     if dims is not None and sum(dims) <= MOST_WIDENING * (qk_dim + v_dim):
         return None
@@ -122,12 +122,12 @@ def _narrowest_kernel(qk_dim: int, v_dim: int) -> tuple[int, int] | None:
 
 
 def num_segments(num_heads: int, tiling: Tiling, num_chunks: int) -> int:
-    """Return into how many segments to split a sequence, whose memories are then computed in parallel to fill a GPU.
+    """Return the number of segments of a sequence whose memories are computed in parallel to occupy a GPU.
 
     Args:
-        num_heads: Heads of all sequences of a batch.
+        num_heads: The number of heads in all sequences of a batch.
         tiling: The tiles.
-        num_chunks: Chunks of a sequence.
+        num_chunks: The number of chunks of a sequence.
     """
     if num_heads * (tiling.qk_dim + tiling.v_dim) > CUT_WIDTH:
         return 1

@@ -1,1 +1,1 @@
-"""The sLSTM in kernels for NVIDIA's Hopper GPUs, in Pallas Mosaic GPU, which takes JAX 0.11 or newer."""
+"""Pallas Mosaic GPU kernels of the sLSTM for NVIDIA Hopper GPUs; they need JAX 0.11 or newer."""
