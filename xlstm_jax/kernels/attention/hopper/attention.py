@@ -29,16 +29,16 @@ def mosaic_attention(
 
     Args:
         q: Queries, bfloat16.
-        k: Keys, bfloat16. A head of keys and values serves a group of neighbouring heads of queries.
+        k: Keys, bfloat16. A head of keys and values is shared by a group of neighbouring query heads.
         v: Values, bfloat16.
-        starts: Where the document of each position begins.
-        ends: The position behind the document of each position.
+        starts: The start of the document of each position.
+        ends: The (exclusive) end of the document of each position.
         tiling: The tiles.
-        scale: Multiplies the inner products of queries and keys; above zero.
+        scale: The factor of the scores `q . k`; above zero.
         interpret: How to simulate a GPU on a CPU, or `None` to run on one.
 
     Returns:
-        The mean of values that each head of queries sees.
+        The attention output of each query head.
     """
     return _forward(q, k, v, starts, ends, tiling, scale, interpret)[0]
 
@@ -52,7 +52,7 @@ def _backward(tiling, scale, interpret, residuals, dout):
     q, k, v, starts, ends, out, log_totals = residuals
     dout = dout.astype(q.dtype)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    # Behind a barrier: XLA would sum and transpose in one kernel, which takes ten times as long for long sequences.
+    # Without the barrier, XLA fuses sum and transpose into one kernel, which is ten times slower for long sequences.
     delta = jnp.swapaxes(lax.optimization_barrier(delta), 1, 2)
     options = {"scale": scale, "interpret": interpret}
     dq = compute_query_gradients(q, k, v, dout, log_totals, delta, starts, tiling.query_gradients, **options)

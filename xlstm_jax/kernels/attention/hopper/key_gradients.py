@@ -1,12 +1,13 @@
-"""The gradients of keys and values of attention within documents.
+"""Kernel of the gradients of keys and values of attention within documents.
 
-Grid        persistent thread blocks; a work item is the keys and values of `ROWS` positions of a head. It runs over the
-            tiles of queries from its own positions to the end of the document of its last one, for each head of queries
-            that the head of keys serves.
+Grid        persistent thread blocks; a work item is the keys and values of `ROWS` positions of a head. It loops over
+            the tiles of queries from its own positions to the end of the document of its last one, for each query head
+            that shares the head of keys.
 Shapes      b batch, s positions, hq heads of queries, hk heads of keys and values, d head size, c columns of a tile;
-            `_smem` buffers begin with ring stages, and `w` are the two computing warpgroups.
-Rings       `items` holds what a work item keeps: keys and values, whose places their gradients take on their way out.
-            `tiles` streams queries with `log_totals` and gradients of outputs with `delta`, in turn.
+            the first axis of `_smem` buffers is the ring stage, and `w` are the two compute warpgroups.
+Rings       `items` has the resident data of a work item: keys and values, which their gradients overwrite before they
+            are stored to global memory. `tiles` streams queries with `log_totals`, alternating with gradients of
+            outputs with `delta`.
 """
 
 import dataclasses
@@ -73,14 +74,14 @@ class _Refs:
 
 
 class _Work(NamedTuple):
-    """A work item of one computing warpgroup."""
+    """A work item of one compute warpgroup."""
 
     item: WorkItem
     warpgroup: Index
     first_tile: Index
-    """The number of its first tile in the ring."""
+    """The number of the first tile in the ring."""
     begin: Index
-    """The tiles of queries that it runs over, those of its own positions, and the end of those without a mask."""
+    """The range of query tiles; the next fields have those of its own positions, and the end of unmasked ones."""
     end: Index
     diagonal: Index
     full_end: Index
@@ -91,20 +92,20 @@ class _Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The kernel: its references, and what is known when it is traced."""
+    """The kernel: its references and static parameters."""
 
     refs: _Refs
     schedule: Schedule
     tiling: KernelTiling
     group_size: int
-    """Heads of queries for each head of keys."""
+    """Query heads per head of keys."""
     head_dim: int
     scale: float
     interpret: Interpret
 
     @property
     def items(self) -> Ring:
-        """The ring of what work items keep."""
+        """The ring of the resident data of work items."""
         return Ring(self.tiling.stages, self.refs.items_full, self.refs.items_empty)
 
     @property
@@ -117,10 +118,10 @@ class _Kernel:
         specialize_warpgroups(2, compute=self._compute, load=self._load)
 
     def _begin(self, item: WorkItem) -> Index:
-        """Return the first tile of queries of a work item."""
+        """Return the first query tile of a work item."""
         return item.part * (ROWS // self.tiling.columns)
 
-    # The computing warpgroups.
+    # The compute warpgroups.
 
     def _compute(self, warpgroup: Index) -> None:
         self.schedule.run(functools.partial(self._compute_item, warpgroup))
@@ -128,7 +129,7 @@ class _Kernel:
         plgpu.wait_smem_to_gmem(0)
 
     def _finish_stores(self, turn: Index) -> None:
-        """Wait until the gradients of a work item have left shared memory."""
+        """Wait until the gradients of a work item are copied out of shared memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.items.release(turn)
 
@@ -155,7 +156,7 @@ class _Kernel:
         return _Work(item, warpgroup, first_tile, begin, end, diagonal, full_end, row_ends, k_tile, v_tile)
 
     def _add_head(self, work: _Work, index: Index, gradients: Gradients) -> Gradients:
-        """Add what comes from a head of queries."""
+        """Add the contribution of a query head."""
         first_tile = work.first_tile + index * 2 * (work.end - work.begin)
 
         @pl.when(work.diagonal > work.begin)
@@ -170,7 +171,7 @@ class _Kernel:
         return lax.fori_loop(work.full_end, work.end, functools.partial(add, masked=True), gradients)
 
     def _add_tile(self, work: _Work, first_tile: Index, n: Index, gradients: Gradients, *, masked: bool) -> Gradients:
-        """Add what comes from a tile of queries."""
+        """Add the contribution of a query tile."""
         refs, columns = self.refs, self.tiling.columns
         dk, dv = gradients
         tile = first_tile + 2 * (n - work.begin)
@@ -202,7 +203,7 @@ class _Kernel:
         for tile, target in ((work.k_tile, self.refs.dk), (work.v_tile, self.refs.dv)):
             plgpu.copy_smem_to_gmem(tile, target.at[item.batch, item.rows(work.warpgroup), item.head])
 
-    # The warpgroup that loads.
+    # The load warpgroup.
 
     def _load(self) -> None:
         count = self.schedule.run(self._load_item)
@@ -259,11 +260,11 @@ def compute_key_gradients(
         k: Keys, bfloat16.
         v: Values, bfloat16.
         dout: The gradients of the outputs, bfloat16.
-        log_totals: What `compute_outputs` returned.
+        log_totals: The base-2 log-sum-exp of the scores, from `compute_outputs`.
         delta: The inner product of each output and its gradient.
-        ends: The position behind the last one that sees each position.
+        ends: The (exclusive) end of the positions that attend to each position.
         tiling: The tiles.
-        scale: Multiplies the inner products of queries and keys.
+        scale: The factor of the scores `q . k`.
         interpret: How to simulate a GPU on a CPU.
     """
     b, s, num_heads, d = q.shape
@@ -310,7 +311,7 @@ def _scratch(tiling: KernelTiling, head_dim: int) -> dict[str, Any]:
 
 
 def _tile_ranges(ends: Int[Array, "b s"], columns: int) -> tuple[Int[Array, "b n"], Int[Array, "b m"]]:
-    """Return the end of the tiles that each work item runs over, and of those that all rows of a warpgroup see."""
+    """Return the end of the tiles of each work item, and of the tiles that all rows of a warpgroup attend to."""
     first_rows = jnp.arange(0, ends.shape[1], TILE)
     full_end = jnp.maximum(ends[:, ::TILE] // columns, first_rows // columns + 1)
     return (-(-ends[:, ROWS - 1 :: ROWS] // columns)).astype(jnp.int32), full_end.astype(jnp.int32)

@@ -1,12 +1,12 @@
-"""The outputs of attention within documents, and with other roles the gradients of its queries.
+"""Kernels of the outputs of attention within documents, and of the gradients of queries.
 
-Grid        persistent thread blocks; a work item is the queries of `ROWS` positions of a head. It runs over the tiles
-            of keys from the document of its first position to its own positions. Tiles in between that all positions of
-            a warpgroup see need no mask.
+Grid        persistent thread blocks; a work item is the queries of `ROWS` positions of a head. It loops over the tiles
+            of keys from the start of its first position's document to its own positions. Tiles in between that all
+            positions of a warpgroup attend to need no mask.
 Shapes      b batch, s positions, hq heads of queries, hk heads of keys and values, d head size, c columns of a tile;
-            `_smem` buffers begin with ring stages, and `w` are the two computing warpgroups.
-Rings       `items` holds what a work item keeps: queries, whose place the results take on their way out, and for their
-            gradients those of the outputs. `tiles` streams keys and values, in turn.
+            the first axis of `_smem` buffers is the ring stage, and `w` are the two compute warpgroups.
+Rings       `items` has the resident data of a work item: queries, which the results overwrite before they are stored to
+            global memory, and for their gradients those of the outputs. `tiles` streams keys and values, alternating.
 """
 
 import abc
@@ -38,15 +38,15 @@ from xlstm_jax.kernels.mosaic_gpu.tiles import (
 
 LOG2_E = math.log2(math.e)
 LOWEST, FLOOR = -1e30, -1e20
-"""Masked scores, and the initial maximum: far above the former, and below all other scores."""
+"""The value of masked scores, and the initial maximum, which is far above masked scores and below all others."""
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
-"""What a warpgroup carries from tile to tile: an accumulator, and two numbers per row."""
+"""The loop carry of a warpgroup over tiles: an accumulator, and two vectors with one element per row."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Refs:
-    """The references of the kernels; what one of them does not read or write is `None`."""
+    """The references of the kernels; those that a kernel does not use are `None`."""
 
     # Inputs in global memory.
     q: Ref  # [b, s, hq, d]
@@ -73,15 +73,15 @@ class _Refs:
 
 
 class _Work(NamedTuple):
-    """A work item of one computing warpgroup."""
+    """A work item of one compute warpgroup."""
 
     item: WorkItem
     warpgroup: Index
     stage: Index
     first_tile: Index
-    """The number of its first tile in the ring."""
+    """The number of the first tile in the ring."""
     begin: Index
-    """The tiles of keys that it runs over, the first one without a mask, and those of its own positions."""
+    """The first tile of keys; the next fields have the first unmasked one, and those of its own positions."""
     full_begin: Index
     diagonal: Index
     row_starts: jax.Array
@@ -89,13 +89,13 @@ class _Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel(abc.ABC):
-    """What the two kernels have in common: their references, and what is known when they are traced."""
+    """Base class of the two kernels: their references and static parameters."""
 
     refs: _Refs
     schedule: Schedule
     tiling: KernelTiling
     group_size: int
-    """Heads of queries for each head of keys."""
+    """Query heads per head of keys."""
     head_dim: int
     scale: float
     interpret: Interpret
@@ -106,7 +106,7 @@ class _Kernel(abc.ABC):
 
     @abc.abstractmethod
     def _add_tile(self, work: _Work, n: Index, carry: Carry, *, masked: bool) -> Carry:
-        """Add what comes from a tile of keys."""
+        """Add the contribution of a tile of keys."""
 
     @abc.abstractmethod
     def _result(self, work: _Work, carry: Carry) -> jax.Array:
@@ -114,7 +114,7 @@ class _Kernel(abc.ABC):
 
     @property
     def items(self) -> Ring:
-        """The ring of what work items keep."""
+        """The ring of the resident data of work items."""
         return Ring(self.tiling.stages, self.refs.items_full, self.refs.items_empty)
 
     @property
@@ -127,10 +127,10 @@ class _Kernel(abc.ABC):
         specialize_warpgroups(2, compute=self._compute, load=self._load)
 
     def _diagonal(self, item: WorkItem, warpgroup: Index) -> Index:
-        """Return the tile of keys at the positions of a warpgroup: the last one that it sees."""
+        """Return the tile of keys at the positions of a warpgroup, the last one that it reads."""
         return lax.div(item.start(warpgroup), jnp.int32(self.tiling.columns))
 
-    # The computing warpgroups.
+    # The compute warpgroups.
 
     def _compute(self, warpgroup: Index) -> None:
         self.schedule.run(functools.partial(self._compute_item, warpgroup))
@@ -138,7 +138,7 @@ class _Kernel(abc.ABC):
         plgpu.wait_smem_to_gmem(0)
 
     def _finish_stores(self, turn: Index) -> None:
-        """Wait until the results of a work item have left shared memory."""
+        """Wait until the results of a work item are copied out of shared memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.items.release(turn)
 
@@ -178,13 +178,13 @@ class _Kernel(abc.ABC):
         return _Work(item, warpgroup, stage, first_tile, begin, full_begin, diagonal, row_starts)
 
     def _mask(self, work: _Work, n: Index) -> jax.Array:
-        """Return which rows see which columns of a tile."""
+        """Return the mask of a tile: which rows attend to which columns."""
         columns = self.tiling.columns
         key = positions(n * columns, columns, 1)
         query = positions(work.item.start(work.warpgroup), columns, 0)
         return (key >= broadcast_rows(work.row_starts, columns)) & (key <= query)
 
-    # The warpgroup that loads.
+    # The load warpgroup.
 
     def _load(self) -> None:
         count = self.schedule.run(self._load_item)
@@ -216,7 +216,7 @@ class _Kernel(abc.ABC):
 
 
 class _OutputsKernel(_Kernel):
-    """Flash attention: the carry is the outputs times their sum of weights, the largest exponent and that sum."""
+    """Flash attention: the carry is the unnormalised outputs, the running maximum and the running sum."""
 
     def _start(self, work: _Work) -> Carry:
         del work
@@ -249,7 +249,7 @@ class _OutputsKernel(_Kernel):
 
 
 class _QueryGradientsKernel(_Kernel):
-    """The carry is the gradients of queries, and as they were the logarithms of the sums of weights and `delta`."""
+    """The carry is the gradients of queries, with `log_totals` and `delta`, which do not change."""
 
     def _start(self, work: _Work) -> Carry:
         item = work.item
@@ -294,15 +294,15 @@ def compute_outputs(
     scale: float,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "b s hq d"], Float[Array, "b hq s"]]:
-    """Compute the outputs, and the base-2 logarithms of the sums of exponentials that they are divided by.
+    """Compute the outputs, and the base-2 log-sum-exp of the scores.
 
     Args:
         q: Queries, bfloat16.
         k: Keys, bfloat16.
         v: Values, bfloat16.
-        starts: The first position that each position sees; the last one is itself.
+        starts: The first position that each position attends to; the last one is the position itself.
         tiling: The tiles.
-        scale: Multiplies the inner products of queries and keys; above zero.
+        scale: The factor of the scores `q . k`; above zero.
         interpret: How to simulate a GPU on a CPU.
     """
     b, s, num_heads, _ = q.shape
@@ -343,11 +343,11 @@ def compute_query_gradients(
         k: Keys, bfloat16.
         v: Values, bfloat16.
         dout: The gradients of the outputs, bfloat16.
-        log_totals: What `compute_outputs` returned.
+        log_totals: The base-2 log-sum-exp of the scores, from `compute_outputs`.
         delta: The inner product of each output and its gradient.
-        starts: The first position that each position sees.
+        starts: The first position that each position attends to.
         tiling: The tiles.
-        scale: Multiplies the inner products of queries and keys.
+        scale: The factor of the scores `q . k`.
         interpret: How to simulate a GPU on a CPU.
     """
     results = _launch(
@@ -380,12 +380,12 @@ def _launch(
     Args:
         kernel: The kernel.
         name: Its name.
-        kept: What a work item keeps in shared memory.
-        keys: Keys, values, and the first position that each position sees.
-        vectors: What else it reads.
-        outputs: What it writes.
+        kept: The resident arrays of a work item.
+        keys: Keys, values, and the first position that each position attends to.
+        vectors: Further inputs.
+        outputs: The shapes of its results.
         tiling: The tiles.
-        scale: Multiplies the inner products of queries and keys.
+        scale: The factor of the scores `q . k`.
         interpret: How to simulate a GPU on a CPU.
     """
     k, v, starts = keys
@@ -422,7 +422,7 @@ def _launch(
 
 
 def _tile_ranges(starts: Int[Array, "b s"], columns: int) -> tuple[Int[Array, "b n"], Int[Array, "b m"]]:
-    """Return the first tile that each work item sees, and the first one that all rows of each warpgroup see."""
+    """Return the first tile of each work item, and the first one that all rows of each warpgroup attend to."""
     last_rows = jnp.arange(TILE - 1, starts.shape[1], TILE)
     full_begin = -(-starts[:, last_rows] // columns)
     return starts[:, ::ROWS] // columns, jnp.minimum(full_begin, last_rows // columns).astype(jnp.int32)

@@ -9,7 +9,7 @@ from xlstm_jax.kernels.mosaic_gpu.schedule import PersistentSchedule, divmod_by
 
 @dataclasses.dataclass(frozen=True)
 class WorkItem:
-    """`ROWS` positions of a head, `TILE` of them for each computing warpgroup."""
+    """`ROWS` positions of a head, `TILE` of them for each compute warpgroup."""
 
     batch: Index
     head: Index
@@ -26,7 +26,7 @@ class WorkItem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule(PersistentSchedule):
-    """The work items of a batch. Neighbours have the same head, so the tiles that they share are in the cache."""
+    """The work items of a batch. Neighbours have the same head, so they share tiles in the cache."""
 
     batch_size: int
     num_heads: int
@@ -43,7 +43,7 @@ class Schedule(PersistentSchedule):
         return self.batch_size * self.num_heads * self.items_per_head
 
     def item(self, turn: Index) -> WorkItem:
-        """Return the work item that this thread block takes in a turn."""
+        """Return the work item of this thread block in a turn."""
         rest, part = divmod_by(self.item_index(turn), self.items_per_head)
         batch, head = divmod_by(rest, self.num_heads)
         return WorkItem(batch, head, part)

@@ -14,8 +14,8 @@ Shapes      b batch, h heads, s positions, n chunks, k and v head sizes; the fir
             stage, and `w` are the two compute warpgroups. `lhs` and `rhs` have the width of values: `v / k` parts of
             `k` columns.
 Rings       `items` has the resident data of a work item: `lhs` and vectors. `tiles` streams, in this order, the memory
-            in tiles of `TILE` columns, for each step the parts of `rhs` and then `summed`, and one tile per warpgroup of
-            the primal (queries or keys), which the gradient overwrites before it is stored to global memory.
+            in tiles of `TILE` columns, for each step the parts of `rhs` and then `summed`, and one tile per warpgroup
+            of the primal (queries or keys), which the gradient overwrites before it is stored to global memory.
 """
 
 import dataclasses

@@ -155,7 +155,7 @@ class _Kernel:
         if self.refs.chunks is not None:
             self._store(work, self._chunk_of_step(step), memory, normalizer)
         memory, normalizer = memory * keep, normalizer * keep
-        keep = self.refs.keep[work.batch, work.head, self._chunk_of_step(step + 1)]  # loaded early, to hide the latency of global memory
+        keep = self.refs.keep[work.batch, work.head, self._chunk_of_step(step + 1)]  # early, to hide the latency
         add_chunk = self._add_chunk_simulated if self.interpret else self._add_chunk
         return *add_chunk(work, step * self.tiles_per_chunk, memory, normalizer), keep
 

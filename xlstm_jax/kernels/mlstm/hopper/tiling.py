@@ -17,8 +17,8 @@ MOST_WIDENING = 2
 times as long for the same heads."""
 CHUNK_SIZES = (128, 256)
 SEGMENT_CHUNKS, FEWEST_SEGMENTS = 8, 4
-"""The minimum number of chunks in a segment of a sequence, and the minimum number of segments. Segments are processed in
-parallel, but twice, so two segments take as long as the unsplit sequence."""
+"""The minimum number of chunks in a segment of a sequence, and of segments. Segments are processed in parallel, but
+twice, so two segments take as long as the unsplit sequence."""
 CUT_WIDTH = 8 * (256 + 512)
 """The maximum columns of keys and values of all heads for splitting sequences: with more, reading twice is too slow."""
 

@@ -1,6 +1,6 @@
-"""The loop over the positions of an sLSTM from the last to the first, as each warpgroup of a thread block runs it.
+"""The backward kernel of the sLSTM: a reverse loop over the positions, run by each warpgroup of a thread block.
 
-What it knows of the stabiliser is `lead`, as `forward` defines it.
+Of the stabiliser, it only needs `lead`, defined in `forward`.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class BackwardRefs(BlockRefs):
 
 
 class Factors(NamedTuple):
-    """What a position multiplies gradients with, all `[units, rows]`, and the gradient that it adds."""
+    """The factors of gradients at a position, all `[units, rows]`, and the gradient to add."""
 
     dhidden: jax.Array
     to_cell: jax.Array
@@ -59,7 +59,7 @@ class Factors(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a warpgroup carries from position to position."""
+    """The loop carry of a warpgroup over positions."""
 
     dhidden: jax.Array
     dcell: jax.Array
@@ -70,7 +70,7 @@ class _Carry(NamedTuple):
 
 
 class BackwardKernel(Block):
-    """Reads what was saved and the gradients of hidden states and last state.
+    """Reads the saved arrays and the gradients of hidden states and last state.
 
     It stores the gradients of the pre-activations and of the first state.
     """
@@ -80,7 +80,7 @@ class BackwardKernel(Block):
         self.length, self.refs = length, refs
 
     def run(self) -> None:
-        """Run over all positions."""
+        """Loop over all positions."""
         depth, refs, length = self.tiling.ring_depth, self.refs, self.length
         prefetched = self._prefetch(0)
         for i in range(1, depth):
@@ -103,9 +103,9 @@ class BackwardKernel(Block):
         return self.prefetch(step, [saved, self.source(self.refs.dhidden, position)])
 
     def _prepare(self, step: Index, prefetched: tuple[jax.Array, ...], zero: jax.Array) -> Factors:
-        """Compute all that does not depend on the gradient of the hidden states of later positions.
+        """Compute everything that does not depend on the gradients of hidden states of later positions.
 
-        The branch is always taken. Without it, the compiler moves all this to where it is used: after the matmul.
+        The branch is always taken. Without it, the compiler would move the computation to its use, after the matmul.
         """
         inputs = self.wait_for_inputs(step, prefetched)
         return lax.cond(zero == 0, _factors, lambda *inputs: Factors(*inputs, *inputs[:3]), *inputs)
@@ -146,9 +146,9 @@ class BackwardKernel(Block):
     def _multiply_by_recurrent(
         self, buffer: Index, zero: jax.Array, meanwhile: list[Callable[[], Any]]
     ) -> tuple[jax.Array, Any]:
-        """Multiply the gradients of all pre-activations by the recurrent kernel.
+        """Compute the matmul of the gradients of all pre-activations and the recurrent kernel.
 
-        The tasks in `meanwhile` are done during that; the result of the last is returned too.
+        The tasks in `meanwhile` run during the matmul; the result of the last one is returned too.
         """
         blocks = range(self.tiling.num_warpgroups)
 

@@ -1,21 +1,21 @@
-"""What the sLSTM's kernels share: the recurrent kernel on chip, and the exchange between warpgroups.
+"""The common parts of the sLSTM's kernels: the recurrent kernel on chip, and the exchange between warpgroups.
 
-Grid        (heads, groups of 8 rows of the batch). A head of `64 w` units is one block of `w` warpgroups; each owns 64
-            units, their four gates and their memory, so that a cell is computed without any exchange.
+Grid        (heads, groups of 8 rows of the batch). A head of `64 w` units is one block of `w` warpgroups; each has 64
+            units, their four gates and their memory, so that cells are computed without any exchange.
 Matmuls     [64 units, 8 rows] = recurrent tiles [64, 64], in registers or shared memory, times the values that the
             warpgroups exchange in shared memory at one barrier per step. Rows are the narrow side, as a recurrence is
             limited by the latency of its matmuls and not by their throughput.
-Tiles       stay on chip for the whole sequence. In registers they cost nothing to read; those of 192 units do not fit,
-            so two thirds of them are in shared memory, which leaves enough registers that none are spilled.
-Inputs      are prefetched into a ring in shared memory, so that no step waits for memory and none are held in
-            registers. A warpgroup prefetches those of a later step once all its threads have read the stage. Where
-            tiles fill shared memory, the inputs of the next step are prefetched into registers.
-Order       between two matmuls there is nothing but what the second one waits for. Results are stored, and inputs
-            loaded, while tensor cores compute.
-Compilers   undo both: they hoist all descriptors of tiles out of the loop, for which there are no registers, and move
-            what could be computed during a matmul behind it. `Block.opaque_zero` prevents it.
-Simulation  has no matmul with an operand in registers, so there all tiles are in shared memory. It cannot reshape
-            `LINES` to `CELLS` either, so there cells are saved as they are.
+Tiles       are on chip for the whole sequence. In registers they need no loads; those of 192 units do not fit, so two
+            thirds of them are in shared memory, which leaves enough registers to avoid spills.
+Inputs      are prefetched into a ring in shared memory, so that no step waits for memory and no registers are used. A
+            warpgroup prefetches the inputs of a later step once all its threads have read the stage. If tiles fill
+            shared memory, the inputs of the next step are prefetched into registers.
+Order       between two matmuls, only the inputs of the second one are computed. Results are stored, and inputs are
+            loaded, while the tensor cores are busy.
+Compilers   would undo both: they hoist all tile descriptors out of the loop, which exceeds the registers, and move
+            computations that could overlap with a matmul after it. `Block.opaque_zero` prevents this.
+Simulation  does not support matmuls with an operand in registers, so all tiles are in shared memory there. It cannot
+            reshape `LINES` to `CELLS` either, so cells are saved unreshaped there.
 """
 
 import dataclasses
@@ -33,39 +33,39 @@ from xlstm_jax.kernels.mosaic_gpu.tiles import OPERAND
 from xlstm_jax.kernels.slstm.hopper.limits import ROWS, SAVED
 
 UNITS = 64
-"""Units of a warpgroup: the height of a matmul on tensor cores."""
+"""Units per warpgroup: the height of a matmul on tensor cores."""
 INPUT, FORGET, CELL, OUTPUT = range(4)
 TILE_ORDER = (FORGET, OUTPUT, INPUT, CELL)
-"""The gates in the order of their recurrent tiles: the first ones are in shared memory."""
+"""The gates in the order of their recurrent tiles; the first tiles are in shared memory."""
 
 WGMMA = plgpu.Layout.WGMMA
 ALONG_UNITS = plgpu.Layout.WGMMA_TRANSPOSED
-"""As `WGMMA`, but a thread has neighbouring units, not rows: so it reads and writes arrays whose last axis is units."""
+"""Like `WGMMA`, but a thread has adjacent units, not rows, for access to arrays whose last axis is units."""
 OF_ROW = plgpu.Layout.WGMMA.reduce(0)
 FLOAT_TILES = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 CELLS = UNITS, ROWS
 LINES = 2, UNITS * ROWS // 2
-"""What is saved of the cells of a warpgroup, for copies: quick for long axes, and at most 256 numbers of each."""
+"""The shape in which the cells of a warpgroup are saved: copies are fast for long axes, and limited to 256 per axis."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a kernel is laid out on a multiprocessor."""
+    """The layout of a kernel on a multiprocessor."""
 
     head_dim: int
     num_tiles_in_smem: int
-    """Of the recurrent tiles of a warpgroup; the others are in registers."""
+    """The number of recurrent tiles per warpgroup in shared memory; the others are in registers."""
     ring_depth: int
     """Stages of the ring of inputs in shared memory; 0 if inputs are in registers."""
     is_backward: bool
 
     @property
     def num_warpgroups(self) -> int:
-        """Return the number of warpgroups, which is also that of the blocks of 64 along the head."""
+        """Return the number of warpgroups, which is also the number of blocks of 64 units in a head."""
         return self.head_dim // UNITS
 
     def tile(self, gate: int, block: int) -> int:
-        """Return where the tile of a gate and a block of 64 inputs of the matmul is."""
+        """Return the index of the tile of a gate and a block of 64 inputs of the matmul."""
         return TILE_ORDER.index(gate) * self.num_warpgroups + block
 
 
@@ -87,7 +87,7 @@ class Options:
 
 
 def saved_shape(num_warpgroups: int, num_steps: int, options: Options) -> tuple[int, ...]:
-    """Return the shape of what is saved; steps are all positions of all heads and groups of rows."""
+    """Return the shape of the saved array; steps are all positions of all heads and groups of rows."""
     return num_steps, SAVED, num_warpgroups, *(CELLS if options.interpret else LINES)
 
 
@@ -104,13 +104,13 @@ class BlockRefs:
     # Barriers.
     tiles_full: Ref
     exchange_full: Ref
-    # The ring of inputs, if they come into shared memory: one buffer [stages, warpgroup, ...] for each.
+    # The ring of inputs, if they are in shared memory: one buffer [stages, warpgroup, ...] for each.
     inputs_full: Ref = None
     inputs_smem: tuple[Ref, ...] = ()
 
 
 class Block:
-    """What both kernels do alike: the tiles of this block, the exchange between its warpgroups, loads and stores."""
+    """Base class of both kernels: the tiles of this block, the exchange between its warpgroups, loads and stores."""
 
     def __init__(self, tiling: Tiling, options: Options, refs: BlockRefs):
         self.tiling, self.options = tiling, options
@@ -135,20 +135,20 @@ class Block:
             plgpu.barrier_wait(refs.tiles_full.at[self.warpgroup])
 
     def opaque_zero(self) -> jax.Array:
-        """Return a zero that the compiler cannot see; `zero & step` is one that depends on the step."""
+        """Return a zero that the compiler cannot fold; `zero & step` is a zero that depends on the step."""
         return (self.block_refs.flags[0, 0, 0, 0] > 2).astype(jnp.int32)  # Flags are 0 or 1.
 
     def multiply(self, acc: Ref, gate: int, block: int, exchanged: Ref, zero: jax.Array) -> None:
         """Start to add the matmul of a recurrent tile and 64 exchanged values of each row.
 
-        As the address of a tile seems to depend on the step, its descriptor is computed where it is used.
+        As the address of a tile appears to depend on the step, its descriptor is computed at its use.
         """
         tile = self.tiling.tile(gate, block)
         tile = self.tiles[tile] if tile in self.tiles else self.block_refs.tiles_smem.at[self.warpgroup + zero, tile]
         plgpu.wgmma(acc, tile, exchanged.transpose((1, 0)))
 
     def publish(self) -> None:
-        """Hand what this warpgroup wrote to the exchange to all warpgroups."""
+        """Make this warpgroup's writes to the exchange visible to all warpgroups."""
         plgpu.commit_smem()
         if self.tiling.num_warpgroups > 1:
             plgpu.barrier_arrive(self.block_refs.exchange_full)
@@ -159,7 +159,7 @@ class Block:
             plgpu.barrier_wait(self.block_refs.exchange_full)
 
     def prefetch(self, step: Index, sources: list[Ref]) -> tuple[jax.Array, ...]:
-        """Start to load the inputs of a step, one source for each ring; return those that come into registers."""
+        """Start loading the inputs of a step, one source for each ring; return those that are loaded into registers."""
         if not self.tiling.ring_depth:
             return _read(sources)
         slot = self._slot(step)
@@ -177,7 +177,7 @@ class Block:
         return [_as_accumulator(x) for x in prefetched]
 
     def drain(self, steps: range) -> None:
-        """Wait for the copies of inputs that no step reads, as shared memory must outlive them."""
+        """Wait for prefetches that no step reads, which must complete before the block exits."""
         for step in steps:
             plgpu.barrier_wait(self._full(self._slot(step)))
 
@@ -192,7 +192,7 @@ class Block:
         return ref.at[self.rows, *index, self.head, self.units]
 
     def saved(self, ref: Ref, position: Index) -> Ref:
-        """Return what is saved of a position, `[SAVED, warpgroup, *LINES]`."""
+        """Return the saved arrays of a position, `[SAVED, warpgroup, *LINES]`."""
         num_heads, num_groups = lax.axis_size("head"), lax.axis_size("group")
         return ref.at[(position * num_heads + self.head) * num_groups + self.group]
 
@@ -206,7 +206,7 @@ class Block:
         store(mine, plgpu.layout_cast(value.astype(ref.dtype), ALONG_UNITS))
 
     def flags(self, position: Index) -> tuple[jax.Array, ...]:
-        """Load the flags of each row at a position: whether a document begins, and whether the position counts."""
+        """Load the flags of each row at a position: whether a document starts, and whether the position is valid."""
         used = (self.options.has_resets, self.options.has_mask)
         refs = [self.block_refs.flags.at[position, self.group, i] for i, is_used in enumerate(used) if is_used]
         return tuple(plgpu.load(ref, layout=OF_ROW, optimized=False) for ref in refs)
@@ -232,7 +232,7 @@ def seen_as(shape: tuple[int, ...], ref: Ref) -> Ref:
 
 
 def _read(refs: list[Ref]) -> tuple[jax.Array, ...]:
-    """Read references `[rows, units]`, and all that is saved of references `[SAVED, ...]`."""
+    """Read references `[rows, units]`, and all saved arrays of references `[SAVED, ...]`."""
     values = []
     for ref in refs:
         if ref.shape == (ROWS, UNITS):
@@ -244,14 +244,14 @@ def _read(refs: list[Ref]) -> tuple[jax.Array, ...]:
 
 
 def _as_accumulator(x: jax.Array) -> jax.Array:
-    """Turn what was read into the float32 numbers and the layout of an accumulator, `[units, rows]`."""
+    """Convert an array to float32 and the layout of an accumulator, `[units, rows]`."""
     return plgpu.layout_cast(x, WGMMA).astype(jnp.float32)
 
 
 def start(matmuls: list[Callable[[], None]], tasks: list[Callable[[], Any]]) -> list:
-    """Start matmuls, and do tasks: one after each matmul from the fifth on, the others at the end; return results.
+    """Start matmuls, and run one task after each matmul from the fifth on, the others at the end; return results.
 
-    Warpgroups share tensor cores: while one warpgroup does something else, the others use them.
+    Warpgroups share tensor cores: while one warpgroup runs a task, the others use them.
     """
     waiting, results = iter(tasks), []
     for i, matmul in enumerate(matmuls):
@@ -261,12 +261,12 @@ def start(matmuls: list[Callable[[], None]], tasks: list[Callable[[], Any]]) -> 
 
 
 def reciprocal(x: jax.Array) -> jax.Array:
-    """Compute `1/x` of positive numbers, infinity included, without the slow path of a rounded division."""
+    """Compute `1/x` of positive numbers, infinity included, without the slow path of an exactly rounded division."""
     return lax.square(lax.rsqrt(x))
 
 
 def split_lead(lead: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute the stabilised input and forget gates from the difference of their logarithms: the larger is 1."""
+    """Compute the stabilised input and forget gates from the difference of their logarithms; the larger one is 1."""
     less = jnp.exp(-jnp.abs(lead))
     return jnp.where(lead > 0, 1.0, less), jnp.where(lead > 0, less, 1.0)
 
@@ -292,7 +292,7 @@ def launch_block(
         shape = tiling.ring_depth, w, *tile.shape
         return plgpu.SMEM(shape, tile.dtype, transforms=transforms if is_tiled else ())
 
-    # What a warpgroup writes to shared memory is read by tensor cores alone, after `publish`.
+    # Only tensor cores read the writes of warpgroups to shared memory, after `publish`.
     scratch = {
         "tiles_smem": plgpu.SMEM((w, max(in_smem, 1), UNITS, UNITS), jnp.bfloat16, transforms=OPERAND),
         "exchange_smem": plgpu.SMEM((2, num_exchanged, ROWS, UNITS), jnp.bfloat16, transforms=OPERAND),

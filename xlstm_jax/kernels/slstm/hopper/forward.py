@@ -1,7 +1,7 @@
-"""The loop over the positions of an sLSTM, as each warpgroup of a thread block runs it.
+"""The forward kernel of the sLSTM: a loop over the positions, run by each warpgroup of a thread block.
 
-With `lead` the logarithm of the input gate minus that of what the forget gate keeps, the stabilised gates are
-`min(1, exp(lead))` and `min(1, exp(-lead))`: all that the backward pass needs to know of the stabiliser.
+With `lead` the logarithm of the input gate minus that of the forget gate and the previous stabiliser, the stabilised
+gates are `min(1, exp(lead))` and `min(1, exp(-lead))`, so the backward pass needs only `lead`, not the stabiliser.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class ForwardRefs(BlockRefs):
 
 
 class _State(NamedTuple):
-    """The memory of the cells, beside the hidden state, `[units, rows]` each."""
+    """The memory of the cells without the hidden state, `[units, rows]` each."""
 
     cell: jax.Array
     normalizer: jax.Array
@@ -56,7 +56,7 @@ class _State(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What a position stores, `[units, rows]` each."""
+    """The results of a position to store, `[units, rows]` each."""
 
     hidden: jax.Array
     cell_input: jax.Array
@@ -64,7 +64,7 @@ class _Results(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a warpgroup carries from position to position."""
+    """The loop carry of a warpgroup over positions."""
 
     results: _Results
     state: _State
@@ -76,7 +76,7 @@ class _Carry(NamedTuple):
 class ForwardKernel(Block):
     """Reads gates, first state and flags, and stores hidden states and last state.
 
-    If it saves, it also stores the residuals of the backward pass.
+    It optionally stores the residuals of the backward pass.
     """
 
     def __init__(self, tiling: Tiling, options: Options, length: int, refs: ForwardRefs):
@@ -84,7 +84,7 @@ class ForwardKernel(Block):
         self.length, self.refs = length, refs
 
     def run(self) -> None:
-        """Run over all positions."""
+        """Loop over all positions."""
         depth, refs, length = self.tiling.ring_depth, self.refs, self.length
         prefetched = self._prefetch(0)
         for i in range(1, depth - 1):
@@ -132,7 +132,7 @@ class ForwardKernel(Block):
         state = _State(*state)
         into_ring = [lambda: self._prefetch(position + depth - 1)] if depth else []
         next_prefetched = () if depth else self._prefetch(position + 1)
-        # At the first position there are no results yet: what is stored is overwritten at the second one.
+        # At the first position there are no results yet; these stores are overwritten at the second position.
         meanwhile = [
             *self._stores(jnp.maximum(position - 1, 0), carry.results),
             lambda: self._save(position, 4, state.cell),
@@ -161,7 +161,7 @@ class ForwardKernel(Block):
     def _update_stabilizer_and_normalizer(
         self, position: Index, state: _State, if_counts: Callable, raw_input: jax.Array, raw_forget: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return the next stabiliser and normaliser, what the cell keeps, and the input gate."""
+        """Return the next stabiliser and normaliser, the decayed cell, and the input gate."""
         rest = jnp.log(1 + jnp.exp(-jnp.abs(raw_forget)))
         log_kept = jnp.minimum(raw_forget, 0.0) - rest + state.stabilizer
         log_kept = jnp.where(state.normalizer == 0, -jnp.inf, log_kept)
@@ -180,9 +180,9 @@ class ForwardKernel(Block):
         unless_begins: Callable[[jax.Array], jax.Array],
         use: Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]],
     ) -> tuple[jax.Array, ...]:
-        """Compute pre-activations of all gates, and what `use` makes of the first two while the others are computed.
+        """Compute the pre-activations of all gates, and apply `use` to the first two while the others are computed.
 
-        Before any of them are computed, the tasks in `meanwhile` are done.
+        The tasks in `meanwhile` run before any of them is complete.
         """
         blocks = range(self.tiling.num_warpgroups)
         exchanged = self.refs.exchange_smem.at[lax.rem(position, 2)]

@@ -1,4 +1,4 @@
-"""What the sLSTM's kernels for Hopper GPUs can compute: plain numbers, known before anything runs."""
+"""Limits of the sLSTM's kernels for Hopper GPUs, as plain integers."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -7,23 +7,23 @@ from xlstm_jax.kernels.mosaic_gpu.availability import hopper_unavailable_reason
 
 HEAD_DIMS = (64, 128, 192)
 FEWEST_UNITS = 32
-"""Units of the smallest head that is padded to one of these sizes."""
+"""Units of the smallest head that is padded to a supported size."""
 ROWS = 8
-"""Sequences of a thread block: the smallest width of a matmul on tensor cores."""
+"""Sequences per thread block: the smallest width of a matmul on tensor cores."""
 SAVED = 6
-"""Arrays saved of each position: the lead of the input gate, log sigmoid(-f), z, the pre-activation of o, and the cell
-and normaliser before it."""
+"""The number of arrays saved per position: the lead of the input gate, log sigmoid(-f), z, the pre-activation of o, and
+the cell and normaliser before the position."""
 MAX_CELLS = 2**31 // SAVED
 """Offsets have 32 bits."""
 
 
 def kernel_dim(head_dim: int) -> int:
-    """Return the units to which the kernels pad a head, if they can compute it."""
+    """Return the number of units to which the kernels pad a head, if they support it."""
     return next((units for units in HEAD_DIMS if units >= head_dim), head_dim)
 
 
 def mosaic_problem(head_dim: int, recurrent_dtype: DTypeLike, state_dtype: DTypeLike, num_cells: int) -> str | None:
-    """Return why the kernels cannot compute this here, or `None` if they can; arguments as of `choose_backend`."""
+    """Return why the kernels cannot be used here, or `None` if they can; arguments as of `choose_backend`."""
     if problem := hopper_unavailable_reason():
         return problem
     if jnp.dtype(recurrent_dtype) != jnp.bfloat16:

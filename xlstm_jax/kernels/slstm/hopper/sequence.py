@@ -1,10 +1,10 @@
-"""The sLSTM on Hopper GPUs: one launch forward and one backward, with the recurrent kernel on chip throughout.
+"""The sLSTM on Hopper GPUs: one launch forward and one backward, with the recurrent kernel on chip for all steps.
 
 Numerics    matmuls of bfloat16 in float32; everything else in float32. Reciprocals are squares of `rsqrt`, to 2e-7.
 Contract    the arguments and results of `slstm_recompute`; heads of 64, 128 or 192 units, a recurrent kernel in
             bfloat16, gates in float32 or bfloat16.
-Memory      for the backward pass: the hidden states, and six arrays of their shape in float32, but not the gates.
-Backward    the kernel gives the gradients of pre-activations, and one matmul of these that of the recurrent kernel.
+Memory      saved for the backward pass: the hidden states, and six float32 arrays of their shape, but not the gates.
+Backward    the kernel computes the gradients of pre-activations; one matmul gives that of the recurrent kernel.
 """
 
 import functools
@@ -41,7 +41,7 @@ def slstm_mosaic(
 ) -> tuple[Float[Array, "b s h d"], SLSTMState]:
     """Compute all hidden states, in the dtype of the gates, and the last state.
 
-    `interpret` takes `InterpretGPUParams` of Pallas, which compute on a CPU what the GPU would.
+    `interpret` takes `InterpretGPUParams` of Pallas, which simulate the GPU on a CPU.
     """
     hidden, last, _ = _run_forward(gates, recurrent, state, resets, mask, interpret, saves=False)
     return hidden, last
@@ -119,9 +119,9 @@ def _backward(interpret, residuals, cotangents):
 
 
 def _tiles(recurrent: jax.Array, is_transposed: bool) -> jax.Array:
-    """Cut the kernel `[head, from, gate, to]` into `[head, warpgroup, tile, 64, 64]`, in `TILE_ORDER` of the gates.
+    """Split the kernel `[head, from, gate, to]` into `[head, warpgroup, tile, 64, 64]`, in `TILE_ORDER` of the gates.
 
-    A warpgroup has 64 units `from`, or 64 units `to` if transposed, and a tile has 64 of the other side.
+    A warpgroup has 64 units of `from`, or 64 units of `to` if transposed, and a tile has 64 units of the other side.
     """
     h, d, _, _ = recurrent.shape
     w = d // UNITS
@@ -131,14 +131,14 @@ def _tiles(recurrent: jax.Array, is_transposed: bool) -> jax.Array:
 
 
 def _flags(resets: jax.Array | None, mask: jax.Array | None, num_rows: int) -> jax.Array:
-    """Return `[row, s, (begins, counts)]`; if there are neither, it has one position, which is not read."""
+    """Return the flags `[row, s, (begins, counts)]`; without resets and mask, a single position that is never read."""
     length = next((x.shape[1] for x in (resets, mask) if x is not None), 1)
     both = [jnp.zeros((num_rows, length), bool) if x is None else x for x in (resets, mask)]
     return jnp.stack(both, axis=2).astype(jnp.float32)
 
 
 def _by_position(flags: jax.Array) -> jax.Array:
-    """Turn `[row, s, flag]` into `[s, group, flag, row]`."""
+    """Reshape `[row, s, flag]` to `[s, group, flag, row]`."""
     return flags.reshape(-1, ROWS, *flags.shape[1:]).transpose(2, 0, 3, 1)
 
 
