@@ -29,7 +29,7 @@ class LMHead(nn.Module):
         axis_name: The mesh axis.
         norm_fn: Creates the norm before the projection.
         kernel_init: Initialises the projection.
-        logits_soft_cap: Squash logits into (-cap, cap); `None` leaves them as they are.
+        logits_soft_cap: Squash logits into (-cap, cap); `None` for no cap.
         dtype: Precision of the projection; logits are float32.
         param_dtype: Precision of the parameters.
         tokens_per_chunk: The number of tokens whose losses are computed at once.
@@ -135,7 +135,7 @@ class TPLMHead(nn.Module):
         kernel_init: Initialises the projection.
         norm_fn: Creates the norm before the projection; `None` for none.
         lm_head_dtype: Precision of the projection; logits are float32.
-        logits_soft_cap: Squash logits into (-cap, cap); `None` leaves them as they are.
+        logits_soft_cap: Squash logits into (-cap, cap); `None` for no cap.
     """
 
     parallel: ParallelConfig
