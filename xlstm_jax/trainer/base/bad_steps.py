@@ -1,4 +1,4 @@
-"""What the host does about bad steps, which the device has detected and not applied."""
+"""Handling of bad steps on the host; the device has detected them and not applied their updates."""
 
 import contextlib
 import logging

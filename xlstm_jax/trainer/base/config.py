@@ -1,4 +1,4 @@
-"""How a run trains, validates, logs and calls back."""
+"""Config of a training run: steps, validation, logging and callbacks."""
 
 import dataclasses
 from typing import get_args
@@ -12,7 +12,7 @@ from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class TrainerConfig(ConfigDict):
-    """How a run trains, validates, logs and calls back."""
+    """Config of a training run: steps, validation, logging and callbacks."""
 
     seed: int = 0
     """The seed of the parameters, of dropout and of all other random numbers in training."""
@@ -38,7 +38,7 @@ class TrainerConfig(ConfigDict):
     check_for_nan: bool = True
     """Detect bad steps, and NaN in logged metrics."""
     bad_steps: BadStepConfig = dataclasses.field(default_factory=BadStepConfig)
-    """What happens after a bad step: NaN or a spike of the loss or the gradient norm."""
+    """The reaction to bad steps: NaN or a spike of the loss or the gradient norm."""
     log_grad_norm: bool = True
     """Log the norm of all gradients, before clipping."""
     log_grad_norm_per_param: bool = False
@@ -54,9 +54,9 @@ class TrainerConfig(ConfigDict):
     intermediates_log_modes: list[str] = dataclasses.field(default_factory=lambda: ["mean"])
     """Modes of the values that models sow."""
     logger: LoggerConfig | None = dataclasses.field(default_factory=LoggerConfig)
-    """Where metrics and messages go; `None` for nowhere."""
+    """The logging of metrics and messages; `None` turns it off."""
     callbacks: list[CallbackConfig] = dataclasses.field(default_factory=list)
-    """What is called at certain points of the run, in this order."""
+    """The callbacks of the run, called in this order."""
     seed_eval: int = 0
     """Seed of all random numbers in evaluations."""
 

@@ -22,7 +22,7 @@ AVERAGE_DECAY = 0.99
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class BadStepConfig(ConfigDict):
-    """Which steps are bad, and how the run reacts."""
+    """Config of bad steps: their criteria, and the reaction of the run."""
 
     policy: BadStepPolicy = "stop"
     """`stop` ends the run; `skip` continues with the next batch; `rollback` returns to the last checkpoint and skips

@@ -34,7 +34,7 @@ EVALUATION_LOG_MODES = ("mean_nopostfix",)
 
 
 class StepLogging(NamedTuple):
-    """What a training step reports in addition to the metrics of the loss function."""
+    """The metrics of a training step in addition to those of the loss function."""
 
     default_modes: Sequence[str] = ("mean",)
     """Modes of metrics that name none themselves."""

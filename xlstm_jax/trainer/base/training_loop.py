@@ -29,7 +29,7 @@ class Outcome(enum.Enum):
 
 
 class LoopTrainer(TrainerLike, Protocol):
-    """What the loop needs of a trainer: its parts, a step, a validation, the hooks, and loading to roll back."""
+    """The interface of a trainer for the loop: its parts, a step, a validation, the hooks, and loading to roll back."""
 
     monitor: RunMonitor
     heartbeat: Heartbeat

@@ -32,7 +32,7 @@ class ModelCheckpointConfig(CallbackConfig):
     """
 
     max_to_keep: int | None = 1
-    """How many of the newest checkpoints to keep, `None` for all. The best one is kept as well."""
+    """The number of newest checkpoints to keep, `None` for all. The best one is kept as well."""
     monitor: str | None = None
     """The validation metric that decides which checkpoint is the best."""
     mode: str = "min"

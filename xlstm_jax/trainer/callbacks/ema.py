@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters, which often is the better model."""
+"""An exponential moving average (EMA) of the parameters, often a better model than the last parameters."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ MODE = "val_ema"
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class ParameterEMAConfig(CallbackConfig):
-    """How the average is taken, and whether it is validated."""
+    """Config of the parameter average."""
 
     every_n_steps: int = 1
     decay: float = 0.999

@@ -20,7 +20,7 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class JaxProfilerConfig(CallbackConfig):
-    """Which steps are traced."""
+    """Config of the profiler: the steps to trace."""
 
     every_n_epochs: int = -1
     every_n_steps: int = -1

@@ -30,14 +30,14 @@ LOGGED_CHARACTERS = 80
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class TextSamplesConfig(CallbackConfig):
-    """What is to be continued, and how."""
+    """Config of text samples: the prompts, and how to sample."""
 
     prompts: list[str | list[int]]
     """Each is a text or its tokens."""
     max_length: int = 256
-    """How many tokens a sample has at most, the prompt included."""
+    """The maximum number of tokens of a sample, prompt included."""
     num_samples: int = 1
-    """How many continuations each prompt gets."""
+    """The number of continuations of each prompt."""
     temperature: float = 1.0
     """Temperature of sampling; 0 always takes the most likely token."""
     eod_token_id: int = -1

@@ -17,7 +17,7 @@ class AnswersRequests(Protocol):
     """An evaluation that answers the requests of lm-eval, each an `Instance`."""
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation, and whether it is the likeliest one."""
+        """Return the log-likelihood of each continuation, and whether it is the most likely one."""
         ...
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:

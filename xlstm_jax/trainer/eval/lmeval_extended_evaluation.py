@@ -47,7 +47,7 @@ SAMPLING_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature"}
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class LMEvalEvaluationConfig(ExtendedEvaluationConfig):
-    """Which tasks are evaluated, and how."""
+    """Config of an lm-eval evaluation."""
 
     tokenizer_path: str
     """The tokenizer of the model, as for `load_tokenizer`."""
@@ -204,7 +204,7 @@ class LMEvalEvaluation(ExtendedEvaluation):
     # Answers to requests of lm-eval, each an `Instance`.
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation after its context, and whether it is the likeliest one."""
+        """Return the log-likelihood of each continuation after its context, and whether it is the most likely one."""
         answers = fuse_document_results(self.eval_model(self._load(requests), mode="lm-eval"))
         num_bad = sum(math.isnan(loglikelihood) for loglikelihood, _ in answers)
         if num_bad:
@@ -420,7 +420,7 @@ def fuse_document_results(
         results_dict: The metrics of rows, as `LMEvalEvaluation.eval_model` returns them.
 
     Returns:
-        The log-likelihood of each document, and whether all of its targets are the likeliest ones, in the order of
+        The log-likelihood of each document, and whether all of its targets are the most likely ones, in the order of
         their indices. Rows of document 0 are padding.
     """
     loglikelihoods, _ = results_dict[f"loglikelihood_{KEEPS_SUMS}"]

@@ -27,7 +27,7 @@ KEEPS_SUMS = "single_noreduce_wcount"
 def score_rows(
     apply_fn: Callable, variables: Mapping[str, Any], batch: Any, model_axis: str, cache: PyTree | None = None
 ) -> tuple[Mapping[str, Any], PyTree]:
-    """Compute the log-likelihood of each row, and the number of its targets that are the likeliest tokens.
+    """Compute the log-likelihood of each row, and the number of its targets that are the most likely tokens.
 
     Args:
         apply_fn: The `apply` method of the model. One that takes `targets` never materialises all logits.

@@ -34,7 +34,7 @@ class LoggerToolsConfig(ConfigDict):
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class LoggerConfig(ConfigDict):
-    """How often and where a run logs."""
+    """Config of the logger: how often and where a run logs."""
 
     log_every_n_steps: int = 1
     """Log the training metrics every n steps."""

@@ -31,7 +31,7 @@ SEPARATOR = "  "
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class ConsoleLoggerConfig(LoggerToolsConfig):
-    """How progress is displayed."""
+    """Config of the console logger."""
 
     live: bool | None = None
     """Whether to draw a live line below the messages; with `None`, if stdout is a terminal that supports it."""

@@ -30,7 +30,7 @@ LONGEST_NAME = 200
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class FileLoggerConfig(LoggerToolsConfig):
-    """How metrics and configs are written to files."""
+    """Config of the file logger."""
 
     log_step_key: str = "log_step"
     """The column of the step."""

@@ -13,7 +13,7 @@ from xlstm_jax.trainer.logger.values import import_extra, json_value, only_numbe
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class TensorBoardLoggerConfig(LoggerToolsConfig):
-    """How metrics are written for TensorBoard."""
+    """Config of the TensorBoard logger."""
 
     tb_flush_secs: int = 120
     """The maximum number of seconds between two flushes to disk."""

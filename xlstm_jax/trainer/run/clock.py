@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes, restarts included."""
+"""Accounting of the wall time of a run by activity, restarts included."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""How long a run trains, in steps and epochs."""
+"""The length of a run, in steps and epochs."""
 
 import dataclasses
 import numbers

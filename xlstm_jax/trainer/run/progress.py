@@ -13,7 +13,7 @@ from xlstm_jax.common_types import PyTree
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int = 0
     """Steps so far."""

@@ -1,4 +1,4 @@
-"""The trainer as callbacks and checkpoints see it."""
+"""The interface of the trainer for callbacks and checkpoints."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,7 +49,7 @@ class TrainerSettings(Protocol):
 
 
 class TrainerLike(Protocol):
-    """What callbacks may use of a trainer, and what a checkpoint saves of it.
+    """The interface of a trainer for callbacks and checkpoints.
 
     `TrainerModule` has all of it and documents each member; a test may use anything that has the members it needs.
     """
@@ -65,7 +65,7 @@ class TrainerLike(Protocol):
 
     @property
     def trainer_config(self) -> TrainerSettings:
-        """How the run trains."""
+        """The config of the trainer."""
         ...
 
     @property
@@ -115,12 +115,12 @@ class TrainerLike(Protocol):
 
     @property
     def batch_partition_specs(self) -> P:
-        """How the rows of a batch are sharded."""
+        """The sharding of the rows of a batch."""
         ...
 
     @property
     def state_partition_specs(self) -> PyTree:
-        """How the train state is sharded."""
+        """The sharding of the train state."""
         ...
 
     @property
