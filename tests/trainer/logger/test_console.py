@@ -155,7 +155,7 @@ def test_messages_and_results_stand_above_the_line():
     terminal = io.StringIO()
     logger = make(terminal)
     logger.log_host_metrics(ROW, 200, mode="train")
-    logging.getLogger("xlstm_jax.somewhere").info("A message.")
+    logging.getLogger("xlstm_jax.somewhere").warning("A message.")
     logger.log_host_metrics({"loss": 3.0}, 200, mode="val")
     message, result, line = screen(terminal)
     logger.finalize("success")
