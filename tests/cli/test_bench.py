@@ -125,7 +125,7 @@ def test_what_fails_is_kept_and_marked_and_the_others_still_run(folder, capsys):
     assert text.startswith("# FAILED: failing, ")
     assert "- Result: failed with exit code 1 after " in text
     assert "so far, so good" in text
-    assert text.endswith("\n\nWhat it said on stderr:\n\n```\nno luck\n```\n")
+    assert text.endswith("\n\nOutput on stderr:\n\n```\nno luck\n```\n")
     assert table.read_text().startswith("# table, ")
     assert "failing: failed with exit code 1" in capsys.readouterr().err
 
@@ -133,7 +133,7 @@ def test_what_fails_is_kept_and_marked_and_the_others_still_run(folder, capsys):
 def test_an_unknown_name_is_told_the_nearest_before_anything_runs(folder, capsys):
     assert run(folder, "plain", "tabel") == 2
     assert capsys.readouterr().err == (
-        "There is no benchmark 'tabel'. Did you mean 'table'? `xlstm-jax bench --list` shows all.\n"
+        "There is no benchmark 'tabel'. Did you mean 'table'? `xlstm-jax bench --list` lists all.\n"
     )
     assert not folder.exists()
 
@@ -177,7 +177,7 @@ def test_an_interrupt_ends_the_script_and_all_it_has_started(folder):
             if is_alive(inner):
                 os.kill(inner, signal.SIGKILL)
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == "Stopped; there are no results of what was running."
+    assert errors.splitlines()[-1] == "Stopped; the running benchmark wrote no results."
     assert not folder.exists()
 
 

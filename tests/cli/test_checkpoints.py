@@ -62,4 +62,4 @@ def test_a_step_that_is_no_number_is_a_usage_error(run_folder, command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, str(run_folder), "--step", "last"])
     assert stop.value.code == 2
-    assert "'last' is no step: give a number, as `xlstm-jax checkpoints` lists them" in capsys.readouterr().err
+    assert "'last' is not a step: give a number; `xlstm-jax checkpoints` lists them" in capsys.readouterr().err

@@ -144,8 +144,8 @@ def test_doctor_reports_a_core_package_that_is_missing_or_too_old(capsys, monkey
     monkeypatch.setattr(software.metadata, "requires", lambda _: ["no-such-package>=2", "jax<0.1", "flax>=0.1"])
     assert doctor("--quick") == 1
     shown = capsys.readouterr().out
-    assert "no-such-package>=2 is needed; found: none" in shown
-    assert f"jax<0.1 is needed; found: {jax.__version__}" in shown
+    assert "no-such-package>=2 is required; installed: none" in shown
+    assert f"jax<0.1 is required; installed: {jax.__version__}" in shown
     assert "flax>=0.1 is needed" not in shown
 
 
@@ -155,7 +155,7 @@ def test_doctor_survives_that_nothing_is_installed(capsys, monkeypatch):
 
     monkeypatch.setattr(software.metadata, "version", not_found)
     assert doctor("--quick") == 1
-    assert "xlstm_jax is needed; found: none" in capsys.readouterr().out
+    assert "xlstm_jax is required; installed: none" in capsys.readouterr().out
 
 
 def test_packages_of_an_extra_are_those_it_adds_with_their_own_extras(monkeypatch):

@@ -37,7 +37,7 @@ def test_a_tokenizer_that_is_not_there_is_one_line(tmp_path, capsys, monkeypatch
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(compose(["experiment=demo"])))
     assert main(["generate", str(tmp_path), "--prompt", "a text", "--tokenizer", "not/to/be/found"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"The tokenizer 'not/to/be/found' is neither a path, looked for from {tmp_path},")
+    assert line.startswith(f"The tokenizer 'not/to/be/found' is neither a path (relative to {tmp_path})")
 
 
 def test_a_tokenizer_of_a_run_that_was_started_elsewhere_is_named_with_its_place(tmp_path, capsys, monkeypatch):
@@ -47,8 +47,8 @@ def test_a_tokenizer_of_a_run_that_was_started_elsewhere_is_named_with_its_place
     assert main(["generate", str(tmp_path), "--prompt", "a text"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "'data/mine/tokenizer'" in line
-    assert f"from {tmp_path}" in line
-    assert "go to the folder where the run was started" in line
+    assert f"relative to {tmp_path}" in line
+    assert "change to the folder where the run was started" in line
 
 
 def test_no_parameters_are_drawn_before_those_of_the_checkpoint_are_read():

@@ -87,7 +87,15 @@ def losses(run: Path) -> list[str]:
 
 def test_a_run_trains_explains_itself_and_says_what_comes_next(trained):
     folder, shown = trained
-    words = ["devices", "8 × cpu", "a word on GPUs", "chunkwise", "parameters", "FLOPs a token for MFU", "performance"]
+    words = [
+        "devices",
+        "8 × cpu",
+        "a word on GPUs",
+        "chunkwise",
+        "parameters",
+        "FLOPs per token for MFU",
+        "performance",
+    ]
     for word in [*words, "memory", "compressors", "primed xz", "estimated"]:
         assert word in shown.split("step 2/6")[0], word
     assert re.search(r"startup \d+\.\d s: .*first step \d.* \(\d+ programs compiled", shown)
@@ -279,7 +287,7 @@ def test_a_run_that_was_stopped_at_its_start_says_how_to_begin_again(where, advi
 
 def test_a_run_that_diverges_has_a_code_of_its_own(folder, capsys):
     assert main(["train", *TINY, "num_train_steps=20", "scheduler.lr=1e30", "optimizer.grad_clip_norm=null"]) == 3
-    assert "ended at a bad step" in capsys.readouterr().out
+    assert "stopped at a bad step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["resume", "generate"])

@@ -1,1 +1,1 @@
-"""The command `xlstm-jax`: one file a command."""
+"""The command line `xlstm-jax`: one module per command."""

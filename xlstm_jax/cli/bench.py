@@ -1,4 +1,4 @@
-"""Run benchmarks, and keep what they print as dated Markdown."""
+"""Run benchmarks and save their output as dated Markdown pages."""
 
 import argparse
 import ast
@@ -26,11 +26,12 @@ from xlstm_jax.configs import nearest
 
 PACKAGE = Path(xlstm_jax.__file__).parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
-"""The folder of the sources; `None` where the package is installed from a wheel."""
+"""The root of the source checkout; `None` if the package is installed from a wheel."""
 SCRIPTS = (CHECKOUT or PACKAGE) / "benchmarks"
 RESULTS = SCRIPTS / "results" if CHECKOUT else Path("benchmark-results")
 RESULTS_VARIABLE = "BENCHMARK_RESULTS"
-"""Tells a script where results go, for files beside its page or a page of its own: `<date>-<name>.md`."""
+"""The environment variable that passes the results folder to a script, for extra files or a page that the script
+writes itself: `<date>-<name>.md`."""
 
 DESCRIBE = """import json; from xlstm_jax.report.environment import describe_environment
 print(json.dumps(describe_environment()))"""
@@ -38,7 +39,7 @@ SECONDS_TO_STOP = 10.0
 
 
 class Outcome(NamedTuple):
-    """What a script has left behind."""
+    """The output, exit code and duration of a script."""
 
     output: str
     errors: str
@@ -47,19 +48,19 @@ class Outcome(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
+    """Add the arguments of the command."""
     parser.usage = "xlstm-jax bench [-h] [--list] [--output DIR] [NAME ...] [-- OPTION ...]"
-    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; without one, they are listed")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; without a name, list all")
     parser.add_argument("--list", action="store_true", help="list all benchmarks")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where results are written")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="the folder for results")
     parser.epilog = (
-        "Options after -- go to every benchmark that is named. Exits with 0 if all succeed, with 1 if one fails, and "
-        "with 2 if there is none of a name."
+        "Options after -- are passed to every named benchmark. Exits with 0 if all succeed, with 1 if one fails, and "
+        "with 2 if a name is unknown."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what was asked for, and return the exit code."""
+    """Run the requested benchmarks and return the exit code."""
     names, options = _split(args.names)
     known = {path.stem: path for path in sorted(SCRIPTS.glob("*.py"))}
     if args.list or not names:
@@ -67,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name in names:
         if name not in known:
-            complain(f"There is no benchmark {name!r}.{nearest(name, known)} `xlstm-jax bench --list` shows all.")
+            complain(f"There is no benchmark {name!r}.{nearest(name, known)} `xlstm-jax bench --list` lists all.")
             return 2
     try:
         machine = _describe_machine()
         successes = [_run_and_keep(name, known[name], options, machine, args.output) for name in names]
     except KeyboardInterrupt:
-        complain("Stopped; there are no results of what was running.")
+        complain("Stopped; the running benchmark wrote no results.")
         return 130
     except OSError as error:
         complain(describe_error(error))
@@ -86,7 +87,7 @@ def _run_and_keep(name: str, script: Path, options: list[str], machine: dict[str
     show(f"== {name}")
     own, started = folder / f"{datetime.date.today().isoformat()}-{name}.md", time.time()
     outcome = _run_script(script, options, folder)
-    if own.is_file() and own.stat().st_mtime >= started and not outcome.exit_code:  # The script has written its page.
+    if own.is_file() and own.stat().st_mtime >= started and not outcome.exit_code:  # The script wrote its own page.
         file = own
     else:
         file = write_dated(folder, name, _page(name, script, options, machine, outcome))
@@ -95,7 +96,7 @@ def _run_and_keep(name: str, script: Path, options: list[str], machine: dict[str
 
 
 def _split(given: list[str]) -> tuple[list[str], list[str]]:
-    """Tell names from options: argparse drops the -- between them, but no name begins with a dash."""
+    """Split names from options: argparse drops the `--` between them, but no name starts with a dash."""
     count = next((index for index, text in enumerate(given) if text.startswith("-")), len(given))
     return given[:count], given[count:]
 
@@ -112,7 +113,7 @@ def _listing(scripts: dict[str, Path]) -> Table:
 
 
 def _run_script(script: Path, options: list[str], folder: Path) -> Outcome:
-    """Run a script in a process of its own, and pass on what it prints as it comes."""
+    """Run a script in a subprocess and stream its output."""
     output, errors, start = [], [], time.perf_counter()
     with subprocess.Popen(
         [sys.executable, str(script), *options],
@@ -123,7 +124,7 @@ def _run_script(script: Path, options: list[str], folder: Path) -> Outcome:
         text=True,
         encoding="utf-8",
         errors="replace",
-        start_new_session=True,  # so that what it has started itself can be ended with it
+        start_new_session=True,  # so that the processes it starts can be terminated with it
     ) as child:
         reader = threading.Thread(target=_pass_on, args=(child.stderr, sys.stderr, errors.append), daemon=True)
         reader.start()
@@ -144,7 +145,7 @@ def _pass_on(source: Any, target: Any, keep: Callable[[str], None]) -> None:
 
 
 def _end(child: subprocess.Popen) -> None:
-    """End a process and all that it has started: first as Ctrl-C does, then by force."""
+    """Terminate a process and its children: first with SIGINT, then with SIGKILL."""
     if child.poll() is not None:
         return
     for number in (signal.SIGINT, signal.SIGKILL):
@@ -156,7 +157,7 @@ def _end(child: subprocess.Popen) -> None:
 
 
 def _describe_machine() -> dict[str, str]:
-    """Say what results depend on; devices are asked for in another process, as they may serve but one at a time."""
+    """Describe what results depend on. A subprocess queries the devices, as some serve only one process at a time."""
     child = subprocess.run(
         [sys.executable, "-c", DESCRIBE], env=_environment(), cwd=CHECKOUT, capture_output=True, text=True, check=False
     )
@@ -178,7 +179,7 @@ def _describe_machine() -> dict[str, str]:
 
 def _environment() -> dict[str, str]:
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    if CHECKOUT:  # Not all who run from the sources have installed them.
+    if CHECKOUT:  # The checkout may not be installed.
         paths = (str(CHECKOUT), os.environ.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return environment
@@ -192,7 +193,7 @@ def _cpu_model() -> str:
 
 
 def _num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -207,7 +208,7 @@ def _page(name: str, script: Path, options: list[str], machine: dict[str, str], 
         _as_markdown(outcome.output),
     ]
     if outcome.exit_code and outcome.errors.strip():
-        parts += ["What it said on stderr:", _block(outcome.errors)]
+        parts += ["Output on stderr:", _block(outcome.errors)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -217,7 +218,7 @@ def _verdict(outcome: Outcome) -> str:
 
 
 def _as_markdown(output: str) -> str:
-    """Leave tables and headings as they are; put anything else into a block of code."""
+    """Keep output that has Markdown tables or headings; put any other output into a code block."""
     has_markup = re.search(r"^(\|[-:| ]*-[-:| ]*\|\s*|#+ .*)$", output, re.MULTILINE)
     return output.strip("\n") if has_markup or not output.strip() else _block(output)
 
@@ -228,7 +229,7 @@ def _block(text: str) -> str:
 
 
 def write_dated(folder: Path, name: str, text: str) -> Path:
-    """Write `<folder>/<date>-<name>.md`, or with -2, -3, ... if there is one of that day; return the path."""
+    """Write `<folder>/<date>-<name>.md`, with a suffix -2, -3, ... if that file exists; return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     stem, count = f"{datetime.date.today().isoformat()}-{name}", 1
     while True:

@@ -19,11 +19,11 @@ MEBIBYTE = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("run_folder", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("--verify", action="store_true", help="read all files and compare them with their checksums")
+    parser.add_argument("--verify", action="store_true", help="read all files and verify their checksums")
     add_outputs(parser)
-    parser.epilog = "Exits with 1 if there is no checkpoint, or if one is corrupt."
+    parser.epilog = "Exits with 1 if the run has no checkpoint or a corrupt one."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(store: "CheckpointStore", *, verify: bool) -> tuple[list[list[str]], list[str]]:
-    """Return a row for each checkpoint, and what is wrong with them, a line each."""
+    """Return the table rows, one per checkpoint, and a one-line message per corrupt checkpoint."""
     from xlstm_jax.checkpoint.checksums import CHECKSUMS_FILE
     from xlstm_jax.checkpoint.files import quarantined
 

@@ -1,4 +1,4 @@
-"""Report what this machine offers to JAX, and whether it works."""
+"""Check this machine for JAX: versions, devices, kernels, disk."""
 
 import argparse
 import functools
@@ -19,22 +19,22 @@ from xlstm_jax.cli.screen import Screen
 Check = Callable[[str], Section]
 
 STYLES = {PASSED: "green", FAILED: "red", WARNING: "yellow", "installed": "green"}
-"""The colour of cells by their first word."""
+"""The colour of a cell, by its first word."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
-    parser.add_argument("--quick", action="store_true", help="leave out self-tests of kernels and the speed of disks")
+    """Add the arguments of the command."""
+    parser.add_argument("--quick", action="store_true", help="skip the kernel self-tests and the disk benchmark")
     parser.add_argument(
         "--path",
         dest="paths",
         action="append",
         type=Path,
         metavar="DIR",
-        help="a folder to check, in place of the current one; may be repeated",
+        help="the folder to check instead of the current one; may be repeated",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all that was found to this file")
-    parser.epilog = "Exits with 0 if everything that was checked works, with 1 otherwise."
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to this file")
+    parser.epilog = "Exits with 0 if all checks pass, with 1 otherwise."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sections(console: Console, args: argparse.Namespace) -> Iterator[Section]:
-    """Run one check after the other; those that need JAX are left out if it does not start."""
+    """Yield the result of one check after the other; checks that need JAX are skipped if JAX does not start."""
 
     def examine(title: str, check: Check) -> Section:
         with console.status(f"{title} ..."):
@@ -68,7 +68,7 @@ def _sections(console: Console, args: argparse.Namespace) -> Iterator[Section]:
             except Exception as error:
                 return Section(title, problems=[f"{title}: {first_line(error)}"])
 
-    # The environment comes before the devices: JAX sets variables of its own when it starts.
+    # List the environment before starting the devices, as JAX sets variables itself when it starts.
     yield examine("Software", software.check_packages)
     yield examine("Environment", software.check_environment)
     devices = examine("Devices", _from("devices", "check_devices"))
@@ -84,7 +84,7 @@ def _sections(console: Console, args: argparse.Namespace) -> Iterator[Section]:
 
 
 def _from(module: str, name: str) -> Check:
-    """Import a check only when it runs: that JAX cannot be imported is something to report."""
+    """Import a check only when it runs, so that a failing import of JAX is reported as a problem."""
     return lambda title: getattr(importlib.import_module(f"xlstm_jax.cli.checks.{module}"), name)(title)
 
 

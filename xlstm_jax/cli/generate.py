@@ -1,4 +1,4 @@
-"""Let a trained model continue texts."""
+"""Generate text from a trained model."""
 
 import argparse
 import functools
@@ -14,16 +14,18 @@ BEST = "best"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("run_folder", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
-        "-p", "--prompt", action="append", default=[], help="a text to continue; may be given several times; else stdin"
+        "-p", "--prompt", action="append", default=[], help="the text to continue; may be repeated; by default, stdin"
     )
-    parser.add_argument("-n", "--num-tokens", type=int, default=256, help="how many tokens to add at most")
-    parser.add_argument("-t", "--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top-k", type=int, help="draw from this many tokens only")
-    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens with this probability together")
-    parser.add_argument("--seed", type=int, default=0, help="another seed writes another text")
+    parser.add_argument("-n", "--num-tokens", type=int, default=256, help="the maximum number of tokens to generate")
+    parser.add_argument("-t", "--temperature", type=float, default=0.8, help="the temperature of sampling; 0 is greedy")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens only")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the likeliest tokens with total probability P"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the random seed of sampling")
     parser.add_argument("--tokenizer", metavar="PATH", help="the tokenizer; by default, that of the run")
     parser.add_argument(
         "--step", type=_step_or_best, default=-1, metavar="N|best", help="the checkpoint; by default, the newest"
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse numbers that sampling cannot use, before anything is loaded."""
+    """Reject invalid sampling options before anything is loaded."""
     rules = {
         "--num-tokens": (args.num_tokens, args.num_tokens >= 1, "at least 1"),
         "--temperature": (args.temperature, args.temperature >= 0, "at least 0"),
@@ -91,24 +93,24 @@ def continue_texts(
     seed: int = 0,
     step: int | str = -1,
 ) -> list[str]:
-    """Return how a checkpoint of a run continues some texts, each by itself, on one device.
+    """Return the continuations that a checkpoint of a run generates, one prompt at a time, on one device.
 
     Args:
         folder: The folder of the run.
-        prompts: The texts.
-        tokenizer_path: Where the tokenizer is; where the run has it from if `None`.
-        num_tokens: How many tokens to add at most.
-        temperature: 0 always takes the likeliest token.
-        top_k: Draw from this many tokens only.
-        top_p: Draw from the likeliest tokens with this probability together.
-        seed: Where all chance comes from.
-        step: The step of the checkpoint, or "best"; below 0, the newest that is valid.
+        prompts: The texts to continue.
+        tokenizer_path: The tokenizer; `None` for that of the run.
+        num_tokens: The maximum number of tokens to generate per prompt.
+        temperature: The temperature of sampling; 0 is greedy.
+        top_k: Sample from this many likeliest tokens only.
+        top_p: Sample from the likeliest tokens with this total probability.
+        seed: The random seed of sampling.
+        step: The step of the checkpoint, or "best"; negative for the newest valid one.
 
     Returns:
-        What comes after each prompt.
+        The continuation of each prompt, without the prompt.
 
     Raises:
-        ConfigError: The tokenizer is not that of the run, or has more token ids than the model.
+        ConfigError: The tokenizer differs from that of the run, or has more token ids than the model.
     """
     import jax
     import jax.numpy as jnp
@@ -125,7 +127,7 @@ def continue_texts(
     end = tokenizer.eos_token_id
     rows = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
     if any(not row for row in rows) and end is None:
-        raise ValueError("A prompt is empty, and the tokenizer has no token to begin with: give a text.")
+        raise ValueError("A prompt is empty, and the tokenizer has no end token to start from: give a text.")
     rows = [row or [end] for row in rows]
     one_device = initialize_mesh(ParallelConfig(data_axis_size=1), np.array(jax.local_devices()[:1]))
     trainer: Any = _trainer_without_initialization().load_from_checkpoint(
@@ -145,7 +147,7 @@ def continue_texts(
 
 
 def _trainer_without_initialization() -> Any:
-    """Return a class of trainers whose parameters are zeros, as those of a checkpoint take their place anyway."""
+    """Return a trainer class that initialises parameters with zeros, as a checkpoint replaces them anyway."""
     import jax
     import jax.numpy as jnp
 
@@ -160,7 +162,7 @@ def _trainer_without_initialization() -> Any:
 
 
 def _vocabulary_of(folder: Path, tokenizer_path: str | None) -> Any:
-    """Return the vocabulary of a tokenizer, which has to be that of the run, as far as the run's folder tells."""
+    """Return the vocabulary of a tokenizer, after checking it against the vocabulary saved with the run, if any."""
     from xlstm_jax.dataset.tokenizers.text_encoder import TextEncoder
     from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError, Vocabulary
     from xlstm_jax.recipes.run_vocabulary import read_vocabulary
@@ -173,8 +175,8 @@ def _vocabulary_of(folder: Path, tokenizer_path: str | None) -> Any:
         if Path(path).exists():
             raise
         raise ConfigError(
-            f"The tokenizer {path!r} is neither a path, looked for from {Path.cwd()}, nor a name on the hub that can "
-            "be loaded: give it with --tokenizer, or go to the folder where the run was started."
+            f"The tokenizer {path!r} is neither a path (relative to {Path.cwd()}) nor a name on the hub that can "
+            "be loaded: give it with --tokenizer, or change to the folder where the run was started."
         ) from error
     if kept is not None:
         kept.check_same_tokens("--tokenizer" if tokenizer_path else "The tokenizer", vocabulary)
@@ -182,7 +184,7 @@ def _vocabulary_of(folder: Path, tokenizer_path: str | None) -> Any:
 
 
 def _tokenizer_of(folder: Path, kept: Any) -> str:
-    """Return the tokenizer of a run: that of its data, or where it was when the run was started last."""
+    """Return the path of a run's tokenizer: from its data settings, or as saved when the run was last started."""
     from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary, is_local
     from xlstm_jax.recipes.compose import resolved
     from xlstm_jax.recipes.data import read_data
@@ -195,5 +197,5 @@ def _tokenizer_of(folder: Path, kept: Any) -> str:
     if earlier is not None and (path is None or not is_local(path)):
         return earlier
     if path is None:
-        raise ConfigError(f"The data of {folder} names no tokenizer that is found: give it with --tokenizer.")
+        raise ConfigError(f"The data of {folder} names no tokenizer, or it is missing: give one with --tokenizer.")
     return path

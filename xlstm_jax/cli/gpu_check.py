@@ -1,4 +1,4 @@
-"""What keeps JAX from the GPUs of this machine, or from the kernels that are made for them, and what to do about it."""
+"""Detect why JAX does not use this machine's GPUs or the kernels written for them, and suggest a fix."""
 
 import os
 import sys
@@ -11,16 +11,17 @@ from xlstm_jax.utils.accelerators import HOPPER_KINDS
 
 PYTHON = sys.version_info[:2]
 NEEDED_PYTHON = (3, 12)
-"""The oldest one with versions of JAX that have what the kernels need: on Python 3.11, pip installs jax 0.10."""
+"""The oldest Python with a JAX version that the kernels can use; on Python 3.11, pip installs jax 0.10, which is too
+old."""
 
 
 def gpu_problem() -> str | None:
-    """Return in a sentence what is wrong with the use of this machine's GPUs, and the way out; `None` if nothing is."""
+    """Return a sentence on why this machine's GPUs are not fully used, and the fix; `None` if there is no problem."""
     kinds = [device.device_kind for device in jax.local_devices() if device.platform == "gpu"]
     if kinds:
         return _kernel_problem(kinds[0])
     if os.environ.get("JAX_PLATFORMS") or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return None  # The CPU was chosen.
+        return None  # The user chose the CPU.
     names = [gpu.name for gpu in list_gpus()]
     if not names:
         return None

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory JAX may use: decided from the driver's report, before JAX starts."""
+"""Set the share of GPU memory that JAX may use, from the driver's report, before JAX starts."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 JAX_DEFAULT = 0.75
 LARGEST_FRACTION = 0.95
 RESERVED_BYTES = 2 * GIB
-"""Memory used outside of JAX's pool: CUDA context, loaded kernels, workspaces of cuBLAS and cuDNN, NCCL buffers."""
+"""Memory used outside JAX's pool: CUDA context, loaded kernels, workspaces of cuBLAS and cuDNN, NCCL buffers."""
 SHARED_BY_MPS = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 
 
@@ -29,7 +29,7 @@ class _Memory(ctypes.Structure):
 
 
 def list_gpus() -> list[GPU]:
-    """Return the NVIDIA GPUs of this machine, whatever `CUDA_VISIBLE_DEVICES` is; none without a driver."""
+    """Return the NVIDIA GPUs of this machine, regardless of `CUDA_VISIBLE_DEVICES`; none without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -72,7 +72,7 @@ def set_memory_fraction() -> None:
 
 
 def choose_fraction(memory: int) -> float:
-    """Return the fraction of a GPU's memory that leaves room for what is not in JAX's pool."""
+    """Return the fraction of a GPU's memory for JAX's pool that leaves room for allocations outside the pool."""
     return max(JAX_DEFAULT, min(LARGEST_FRACTION, int(100 * (1 - RESERVED_BYTES / memory)) / 100))
 
 

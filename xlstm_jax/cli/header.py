@@ -1,4 +1,4 @@
-"""What is shown around a training run: what is about to happen before it, and where everything is after it."""
+"""The header printed before a training run (devices, sizes, estimates) and the summary printed after it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ GIB = 2**30
 
 
 def describe_start(run: Run) -> Any:
-    """Return what the first process shows before a run; `None` in others."""
+    """Return the header of a run in the first process; `None` in others."""
     if jax.process_index() != 0:
         return None
     table = Table.grid(padding=(0, 2))
@@ -39,14 +39,14 @@ def describe_start(run: Run) -> Any:
 
 
 def describe_end(run: Run) -> Any:
-    """Return what the first process shows after a run; `None` in others."""
+    """Return the summary of a run in the first process; `None` in others."""
     if jax.process_index() != 0:
         return None
     report = run.folder / "report.html"
     status = {
         "success": "is done",
-        "nan": "ended at a bad step",
-        "skipped": "skipped too many bad steps; it ended",
+        "nan": "stopped at a bad step",
+        "skipped": "skipped too many bad steps and ended",
     }.get(str(run.trainer.status), "has ended")
     longer = 2 * (run.config.num_train_steps or run.trainer.global_step)
     lines = [f"{run.config.name} {status} at step {run.trainer.global_step}.", f"  run     {as_typed(run.folder)}"]
@@ -98,7 +98,7 @@ def _describe_compressors(text: TextMeasures) -> str:
 
 def _describe_flops(shape: Any, context_length: int) -> str:
     flops = mfu_flops(shape, context_length)
-    return f"; {flops['mfu']:.3g} FLOPs a token for MFU, {flops['mfu_6n']:.3g} for 6N-MFU" if flops else ""
+    return f"; {flops['mfu']:.3g} FLOPs per token for MFU, {flops['mfu_6n']:.3g} for 6N-MFU" if flops else ""
 
 
 def _describe_memory(compiled: CompiledMemory, limit: int | None) -> str:
@@ -123,7 +123,7 @@ def _describe_kernels(shape: Any) -> str:
 
 
 def _estimate_step_seconds(run: Run) -> float | None:
-    """Estimate the time of a step, without tracing one; `None` for models and devices that are not known."""
+    """Estimate the time of a step without tracing it; `None` for unknown models and devices."""
     config, device = run.config, run.trainer.mesh.devices.flat[0]
     if not isinstance(config.model.model_config, LanguageModelConfig):
         return None
@@ -131,7 +131,7 @@ def _estimate_step_seconds(run: Run) -> float | None:
     kind = "cpu" if device.platform == "cpu" else device.device_kind
     try:
         accelerator = resolve_accelerator(kind, setup.num_devices)
-    except ValueError:  # a device that is in no table
+    except ValueError:  # an unknown device
         return None
     trainer = AbstractTrainer.from_setup(setup)
     communication = estimate_communication(setup, list_parameters(trainer))

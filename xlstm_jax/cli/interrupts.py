@@ -1,8 +1,8 @@
-"""Ctrl-C that ends a command even while the main thread is in a library that runs no Python, such as XLA's compiler.
+"""Make Ctrl-C end a command even while the main thread is inside native code, such as XLA's compiler.
 
-Python runs signal handlers between two instructions of the main thread, so never during a compilation, which may take
-minutes; and a `KeyboardInterrupt` that is raised within a callback of such a library is printed and dropped. The C part
-of Python's handler writes the number of each signal to a file descriptor at once, which a thread can watch.
+Python runs signal handlers between bytecode instructions of the main thread, so never during a compilation, which may
+take minutes; and a `KeyboardInterrupt` raised in a callback from native code is printed and dropped. The C part of
+Python's handler writes each signal number to a file descriptor immediately, and a thread can watch that descriptor.
 """
 
 import contextlib
@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 GRACE_SECONDS = 2.0
-"""How long the main thread has to end by itself."""
+"""How long the main thread has to end by itself after Ctrl-C."""
 
 
 @contextlib.contextmanager
 def exit_on_ctrl_c(describe_exit: Callable[[], str] = lambda: "Stopped.") -> Iterator[None]:
     """End the process with exit code 130 if Ctrl-C does not end this context within two seconds.
 
-    Where something else handles Ctrl-C, as a training run that finishes its step, the process ends at a second one that
-    comes before the first was handled.
+    If another handler is installed for Ctrl-C, such as that of a training run, which finishes its step first, the
+    process ends at a second Ctrl-C that arrives before the first was handled.
 
     Args:
-        describe_exit: Returns what is printed to stderr then. It is called in another thread.
+        describe_exit: Returns the message to print to stderr when the process ends. It is called in another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -44,11 +44,11 @@ def exit_on_ctrl_c(describe_exit: Callable[[], str] = lambda: "Stopped.") -> Ite
         has_ended.set()
         sys.unraisablehook = previous_hook
         signal.set_wakeup_fd(previous)
-        os.close(writer)  # The thread then reads the end of the pipe, and closes the other side.
+        os.close(writer)  # The thread then reads the end of file and closes the other side.
 
 
 def _report_unless_interrupt(report: Callable[[Any], Any], unraisable: Any) -> None:
-    """Report an error that Python drops, as in a destructor, unless it is Ctrl-C: then the process ends anyway."""
+    """Report an exception that Python cannot raise, as in a destructor, unless it is Ctrl-C, which ends the process."""
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         report(unraisable)
 
@@ -68,7 +68,7 @@ def _watch(reader: int, has_ended: threading.Event, describe_exit: Callable[[], 
 
 
 def _exit(describe_exit: Callable[[], str]) -> None:
-    """Leave without the end of the interpreter, which waits for the main thread."""
+    """Exit without finalising the interpreter, which would wait for the main thread."""
     try:
         sys.stderr.write(f"{describe_exit()}\n")
         sys.stderr.flush()
@@ -78,7 +78,7 @@ def _exit(describe_exit: Callable[[], str]) -> None:
 
 
 def _do_not_write_to_the_parent() -> None:
-    """Keep the Ctrl-C that a terminal sends to a forked process too from counting twice in its parent."""
+    """Reset the file descriptor in a forked child: a terminal sends Ctrl-C to both, and the parent would count two."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
 

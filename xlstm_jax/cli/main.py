@@ -1,7 +1,7 @@
-"""Find the command that was asked for and run it.
+"""The entry point of `xlstm-jax`: parse the command line and run the requested command.
 
-Command `x` is the file `x.py` beside this one, with `add_arguments(parser)` and `run(args) -> exit code`. It is
-imported only when it is asked for, so that `--help` and `--version` answer at once.
+Command `x` is the module `x.py` in this folder, with `add_arguments(parser)` and `run(args) -> exit code`. It is
+imported only when requested, so that `--help` and `--version` are fast.
 """
 
 import argparse
@@ -19,27 +19,27 @@ COMMANDS = {
     "train": "train a model: group=choice and key=value compose the run",
     "resume": "resume a run that was stopped, or train it for longer",
     "checkpoints": "list the checkpoints of a run, and verify them",
-    "generate": "let a trained model continue texts",
+    "generate": "generate text from a trained model",
     "settings": "list the settings of a run, with types, defaults and descriptions",
-    "report": "draw the curves of one run, or of several, on a page",
-    "prepare": "tokenise texts once, into shards that training reads",
-    "plan": "tell before a run what it needs: memory, time, sharding",
-    "bench": "run benchmarks and keep their results",
+    "report": "write an HTML page with the curves of one or several runs",
+    "prepare": "tokenise texts once into shards for training",
+    "plan": "estimate what a run needs before it starts: memory, time, sharding",
+    "bench": "run benchmarks and save their results",
     "doctor": "check this machine: versions, devices, kernels, disk",
 }
-"""Every command and what it does, in the order that `--help` shows."""
+"""All commands with their summaries, in the order of `--help`."""
 USES_DEVICES = {"train", "resume", "checkpoints", "generate", "plan", "bench", "doctor"}
 """The commands that may start JAX."""
 
 EXIT_CODES = (
-    "exit codes: 0 done; 1 an error; 2 a wrong command or setting; 3 training ended at a bad step; 4 too many "
-    "steps were skipped; 75 a run hung; "
-    "130 and 143 stopped by Ctrl-C or SIGTERM, a run is saved; 141 nobody reads what is printed"
+    "exit codes: 0 success; 1 error; 2 wrong command or setting; 3 training stopped at a bad step; 4 too many bad "
+    "steps were skipped; 75 the run hung; "
+    "130 and 143 stopped by Ctrl-C or SIGTERM (training saves a checkpoint first); 141 broken pipe"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv` (by default, that of the process) and return its exit code."""
+    """Run the command in `argv` (by default, the arguments of the process) and return its exit code."""
     try:
         try:
             with exit_on_ctrl_c():
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("Stopped.\n")
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # Python writes what is left at its end, and would complain.
+        # Python flushes stdout again at exit, which would raise a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -65,7 +65,7 @@ def _run(argv: list[str]) -> int:
             name,
             help=summary,
             description=f"xlstm-jax {name}: {summary}.",
-            conflict_handler="resolve",  # `train` has a --help of its own
+            conflict_handler="resolve",  # `train` defines its own --help
         )
         if argv[:1] == [name]:
             command = importlib.import_module(f"xlstm_jax.cli.{name}")
@@ -75,7 +75,7 @@ def _run(argv: list[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
         chosen.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # argparse takes only those words for settings that stand before the first option
+    if rest:  # argparse assigns only the settings before the first option to `overrides`
         args.overrides += rest
     if argv[:1] and argv[0] in USES_DEVICES:
         set_memory_fraction()

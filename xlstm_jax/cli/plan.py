@@ -1,4 +1,4 @@
-"""Tell before a run what it needs: parameters, memory, FLOPs, time, and where each parameter lies."""
+"""Estimate what a run needs before it starts: parameters, memory, FLOPs, time and the sharding of each parameter."""
 
 import argparse
 import dataclasses
@@ -15,30 +15,34 @@ GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
-        "overrides", nargs="*", metavar="group=choice|key=value", help="the run, as `xlstm-jax train` takes it"
+        "overrides", nargs="*", metavar="group=choice|key=value", help="the settings, as for `xlstm-jax train`"
     )
-    parser.add_argument("--devices", type=int, metavar="N", help="how many devices; by default, those of this machine")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="the number of devices; by default, all on this machine"
+    )
     parser.add_argument(
         "--accelerator", metavar="NAME", help="the device to plan for, such as h100; by default, that of this machine"
     )
     parser.add_argument(
-        "--target-memory", type=float, metavar="GIB", help="find the cheapest remat, accumulation and mesh that fits"
+        "--target-memory", type=float, metavar="GIB", help="find the cheapest remat, accumulation and mesh that fit"
     )
-    parser.add_argument("--max-compilations", type=int, default=8, metavar="N", help="how many candidates to compile")
+    parser.add_argument(
+        "--max-compilations", type=int, default=8, metavar="N", help="compile at most this many candidates"
+    )
     parser.add_argument(
         "--no-compile",
         action="store_true",
-        help="do not compile the step, which is done for the devices of this machine: faster, but memory is estimated",
+        help="do not compile the step for the devices of this machine: faster, but memory is only estimated",
     )
-    parser.add_argument("--sharding", action="store_true", help="list how every parameter is split")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to a file too")
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with groups and choices of your own")
+    parser.add_argument("--sharding", action="store_true", help="list the sharding of every parameter")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with your own groups and choices")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the plan and print it."""
+    """Make the plan, print it and return the exit code."""
     try:
         _check(args)
         settings = compose(args.overrides, args.config_dir)
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse numbers that no plan can use."""
+    """Reject invalid numbers."""
     for name, value in (("--devices", args.devices), ("--max-compilations", args.max_compilations)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, but must be at least 1.")
@@ -99,7 +103,7 @@ def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:
 
 
 def _find_accelerator(name: str | None, num_devices: int) -> Any:
-    """Return the accelerator of a name, or that of this machine; a wrong name is a wrong setting."""
+    """Return the named accelerator, or that of this machine; raise a `ConfigError` for an unknown name."""
     import jax
 
     from xlstm_jax.planning.plan import resolve_accelerator
@@ -114,7 +118,7 @@ def _find_accelerator(name: str | None, num_devices: int) -> Any:
 
 
 def _overrides(setup: Any) -> list[str]:
-    """Return what makes a run the one that was found."""
+    """Return the overrides that reproduce a setup found by the search."""
     parallel = setup.model.parallel
     return [
         f"model.remat={setup.shape.remat}",

@@ -1,4 +1,4 @@
-"""Tokenise documents once, into shards that training reads."""
+"""Tokenise documents once into shards for training."""
 
 import argparse
 import functools
@@ -14,34 +14,34 @@ from xlstm_jax.dataset.tokenizers.light import BYTE_TOKENIZER
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add = functools.partial(parser.add_argument, default=argparse.SUPPRESS)  # defaults are those of `prepare`
+    add = functools.partial(parser.add_argument, default=argparse.SUPPRESS)  # `prepare` sets the defaults
     add(
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help="files, folders or patterns of text, JSON lines or Parquet; or one of: stdlib, hf:NAME, a folder of "
-        "save_to_disk, a folder of ArrayRecord files of text",
+        help="files, folders or glob patterns of text, JSON lines or Parquet; or one of: stdlib, hf:NAME, a folder "
+        "written by save_to_disk, a folder of ArrayRecord files of text",
     )
-    add("--output", required=True, metavar="FOLDER", help="where each split gets a folder")
-    add("--split", help="the split to read and to write; by default, train")
-    add("--validation-share", type=float, metavar="X", help="write this share of documents to the split validation")
+    add("--output", required=True, metavar="FOLDER", help="the folder to write to; each split gets its own subfolder")
+    add("--split", help="the split to read and write; by default, train")
+    add("--validation-share", type=float, metavar="X", help="write this share of documents to the validation split")
     add(
         "--tokenizer",
         dest="tokenizer_path",
         metavar="PATH",
-        help="a folder, a tokenizer.json, a name on the hub or byte, which is the default",
+        help="a folder, a tokenizer.json, a name on the hub, or byte (the default)",
     )
     add(
         "--train-tokenizer",
         dest="train_vocab_size",
         type=int,
         metavar="VOCAB_SIZE",
-        help="train byte-level BPE in FOLDER/tokenizer, and use it",
+        help="train a byte-level BPE tokenizer, save it in FOLDER/tokenizer and use it",
     )
-    add("--train-megabytes", type=float, metavar="N", help="how much text it is trained on")
-    add("--add-bos", action="store_true", help="start each document with the token for the beginning")
-    add("--add-eos", action="store_true", help="end each document with the token for the end; training adds one itself")
-    add("--column", metavar="NAME", help="the field or column that has the text; by default, text")
+    add("--train-megabytes", type=float, metavar="N", help="how much text to train the tokenizer on")
+    add("--add-bos", action="store_true", help="start each document with the BOS token")
+    add("--add-eos", action="store_true", help="end each document with the EOS token; training adds one by itself")
+    add("--column", metavar="NAME", help="the field or column that holds the text; by default, text")
     add(
         "--on-bad-data",
         choices=("error", "skip"),
@@ -51,22 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-document-bytes",
         type=int,
         metavar="N",
-        help="cut longer files of plain text at the ends of lines; 0 for no cuts",
+        help="split longer plain-text files at line ends; 0 to never split",
     )
-    add("--shard-megabytes", type=float, metavar="N", help="how much text goes into a shard; by default, about 1/256")
+    add("--shard-megabytes", type=float, metavar="N", help="text per shard; by default, about 1/256 of all text")
     add(
         "--workers",
         dest="num_workers",
         type=int,
         metavar="N",
-        help="how many processes tokenise; by default, one for each core",
+        help="the number of tokenising processes; by default, one per core",
     )
     add("--overwrite", action="store_true", help="replace shards that were prepared with other options")
-    add("--verify", action="store_true", help="read all existing shards, and rewrite those that are damaged")
+    add("--verify", action="store_true", help="read all existing shards and rewrite damaged ones")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare the sources, and return the exit code."""
+    """Prepare the sources and return the exit code."""
     options = {name: value for name, value in vars(args).items() if name not in ("run", "is_process")}
     share = options.get("validation_share")
     if share is not None and not 0 < share < 1:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe_result(output: Path, manifests: Mapping[str, Manifest]) -> str:
-    """Return a line for each split that was written, and the command that trains on them."""
+    """Return a line for each split, and the command that trains on the shards."""
     parts = []
     for name, manifest in manifests.items():
         skipped = ", ".join(f"{count} × {reason}" for reason, count in manifest.skipped.items())
@@ -103,7 +103,7 @@ def _describe_result(output: Path, manifests: Mapping[str, Manifest]) -> str:
 
 
 def _train_command(output: Path, manifests: Mapping[str, Manifest]) -> str:
-    """Return the command that trains on the shards: on the split `train`, or else on the only one."""
+    """Return the command that trains on the split `train` or, if there is none, on the first split."""
     tokenizer_path = next(iter(manifests.values())).tokenizer_path
     words = ["data=prepared", f"data.data_path={as_value(output)}"]
     if tokenizer_path != BYTE_TOKENIZER:

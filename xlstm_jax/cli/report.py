@@ -1,4 +1,4 @@
-"""Show one run, or several side by side, in a page that needs nothing but a browser."""
+"""Write a self-contained HTML report of one run, or a comparison of several."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -12,19 +12,20 @@ from xlstm_jax.report.run_files import has_metrics, read_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "--output",
         metavar="FILE",
         type=Path,
-        help="the page to write; by default report.html, in the folder of a single run or else in the current one",
+        help="the page to write; by default report.html, in the folder of a single run or, for several, in the current "
+        "folder",
     )
     add_outputs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, and return the exit code."""
+    """Write the page and return the exit code."""
     try:
         runs = read_runs(list(_find_runs(args.runs, args.outputs)))
         folder = runs[0].folder if len(runs) == 1 else Path()
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find_runs(names: Sequence[str], outputs: Path) -> Iterator[Path]:
-    """Yield the folders of runs; warn of what is no run, unless nothing else is left."""
+    """Yield the folders of runs; warn about names that are not runs, or raise an error if none is a run."""
     problems, num_found = [], 0
     for name in names:
         try:

@@ -10,7 +10,7 @@ from xlstm_jax.recipes.compose import change
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("run_folder", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="settings to change, such as num_train_steps"
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Resume, and return the exit code."""
+    """Resume the run and return the exit code."""
     from xlstm_jax.recipes.run import read_settings
 
     begin_startup("resume")

@@ -1,4 +1,4 @@
-"""Which run is meant on the command line."""
+"""Find the run that a command line names."""
 
 import argparse
 from pathlib import Path
@@ -6,29 +6,33 @@ from pathlib import Path
 from xlstm_jax.configs import ConfigError
 
 LATEST = "latest"
-RUN_HELP = "the folder of a run, a folder whose latest run is meant, such as outputs/demo, or `latest`"
+RUN_HELP = "the folder of a run; a folder of runs, such as outputs/demo, for the latest of them; or `latest`"
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Describe where `latest` looks for runs."""
+    """Add the argument `--outputs`, the folder that `latest` searches."""
     parser.add_argument(
-        "--outputs", type=Path, default=Path("outputs"), metavar="DIR", help="where `latest` looks; by default, outputs"
+        "--outputs",
+        type=Path,
+        default=Path("outputs"),
+        metavar="DIR",
+        help="the folder that `latest` searches; by default, outputs",
     )
 
 
 def checkpoint_step(text: str) -> int:
     """Read a step from the command line, for argparse."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no step: give a number, as `xlstm-jax checkpoints` lists them")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step: give a number; `xlstm-jax checkpoints` lists them")
     return int(text)
 
 
 def find_run(name: str, outputs: Path) -> Path:
-    """Return the folder of a run that was named on the command line.
+    """Return the folder of the run that was named on the command line.
 
     Args:
-        name: The folder of a run, a folder with runs below it, of which the latest is meant, or `latest`.
-        outputs: Where `latest` looks.
+        name: The folder of a run; a folder with runs below it, for the latest of them; or `latest`.
+        outputs: The folder that `latest` searches.
 
     Raises:
         ConfigError: There is no run.

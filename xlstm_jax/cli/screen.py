@@ -1,4 +1,4 @@
-"""What commands say, to people and to other programs."""
+"""Output of commands: printing to stdout and stderr, and quoting of paths, values and commands."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.panel import Panel
 
 HYDRA_WORDS = ("true", "false", "null", "inf", "nan")
-"""What Hydra takes for no text, in any case."""
+"""Words that Hydra does not parse as strings, in any letter case."""
 WIDEST = 10_000
 PANEL_FRAME = 4
 """Columns of the border and padding of a panel."""
@@ -19,10 +19,10 @@ CLOSED_STDOUT = 128 + signal.SIGPIPE
 
 
 class Screen(Console):
-    """Leaves with the code of other programs, and without a word, when nobody reads its stdout any longer."""
+    """A console that exits silently with the usual code on a broken pipe."""
 
     def print_whole(self, content: Any) -> None:
-        """Print a table or a panel, wider than the terminal rather than with a break in a number, a name or a path."""
+        """Print a table or a panel without breaking numbers, names or paths, even if it is wider than the terminal."""
         unlimited = self.options.update(max_width=WIDEST)
         if isinstance(content, Panel):  # Its reported minimum is its width without line breaks.
             width = Measurement.get(self, unlimited, content.renderable).minimum + PANEL_FRAME
@@ -32,15 +32,15 @@ class Screen(Console):
         self.print(content)
 
     def on_broken_pipe(self) -> None:
-        """Leave."""
+        """Exit with the code of a broken pipe."""
         try:
-            super().on_broken_pipe()  # points stdout at nothing
+            super().on_broken_pipe()  # redirects stdout to the null device
         except SystemExit as stop:
             raise SystemExit(CLOSED_STDOUT) from stop
 
 
 def show(content: Any) -> None:
-    """Print to stdout; the lines of a text are left as long as they are, and its brackets as they are."""
+    """Print to stdout; strings are printed verbatim, without line wrapping or markup."""
     if isinstance(content, str):
         Screen(highlight=False, markup=False, soft_wrap=True).print(content)
     elif content is not None:
@@ -48,24 +48,24 @@ def show(content: Any) -> None:
 
 
 def complain(message: str) -> None:
-    """Print what is wrong to stderr."""
+    """Print an error message to stderr."""
     Screen(stderr=True, highlight=False, markup=False, soft_wrap=True).print(message)
 
 
 def describe_error(error: BaseException) -> str:
-    """Return in one line what an error says, without the name of its class unless it says nothing else."""
+    """Return the message of an error in one line; the name of its class if the message is empty."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}."
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def as_typed(path: Path) -> str:
-    """Return a path as one would type it: from the current folder, if it lies there."""
+    """Return a path as a user would type it: relative if it is inside the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def as_value(text: str | Path) -> str:
-    """Return a text or a path as the value of a setting, quoted if Hydra would take it apart."""
+    """Return a text or a path as the value of a setting, quoted if Hydra would parse it as something else."""
     plain = as_typed(text) if isinstance(text, Path) else text
     if re.fullmatch(r"[A-Za-z_/][A-Za-z0-9_/.:@%+-]*", plain) and plain.lower() not in HYDRA_WORDS:
         return plain
@@ -74,5 +74,5 @@ def as_value(text: str | Path) -> str:
 
 
 def as_command(*words: str | Path) -> str:
-    """Return one of our commands as one would type it, whatever spaces and signs are in it."""
+    """Return an `xlstm-jax` command as a user would type it, quoted for the shell."""
     return shlex.join(["xlstm-jax", *(as_typed(word) if isinstance(word, Path) else word for word in words)])

@@ -18,7 +18,7 @@ This page is the output of `xlstm-jax settings --markdown`.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "name", nargs="?", metavar="GROUP|KEY", help="a group such as scheduler, or a setting such as scheduler.lr"
     )
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_group(group: str) -> str:
-    """Return the choices and the settings of a group, for `xlstm-jax train --help GROUP`."""
+    """Return the choices and settings of a group, for `xlstm-jax train --help GROUP`."""
     from xlstm_jax.recipes.compose import groups
     from xlstm_jax.recipes.settings import settings_by_group, suggest
 

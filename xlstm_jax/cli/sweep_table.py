@@ -1,4 +1,4 @@
-"""What came out of each run of a sweep, side by side."""
+"""A table of the results of all runs of a sweep."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,25 +7,25 @@ from pathlib import Path
 from xlstm_jax.cli.screen import as_typed
 
 STATUSES = {0: "done", 1: "failed", 2: "wrong setting", 3: "bad step", 4: "skipped too many steps"}
-"""What the exit code of a run says; larger ones are those of signals."""
+"""The status of a run by its exit code; larger codes stand for signals."""
 NOT_KNOWN = "–"
 RESULTS = (("val", "loss"), ("val", "bits_per_byte"), ("train", "loss"))
-"""Modes and metrics whose last values are shown, if any run has them."""
+"""The modes and metrics whose last values are shown, if any run has them."""
 HEADER = ("run", "settings", "step", *(" ".join(result) for result in RESULTS), "status")
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepRun:
-    """A run of a sweep that has ended."""
+    """A finished run of a sweep."""
 
     folder: Path
     overrides: Sequence[str]
-    """What it was started with, as Hydra has it."""
+    """The overrides of the run, in Hydra's syntax."""
     exit_code: int
 
 
 def describe_sweep(runs: Sequence[SweepRun]) -> str:
-    """Return a table: a line for each run, as long as it is, with the settings that differ and the last results."""
+    """Return a table with one unwrapped line per run: the settings that differ and the last results."""
     rows = [_row(run, settings) for run, settings in zip(runs, _differing(runs), strict=True)]
     columns = [column for column in zip(HEADER, *rows, strict=True) if set(column[1:]) != {NOT_KNOWN}]
     widths = [max(map(len, column)) for column in columns]
@@ -52,7 +52,7 @@ def _row(run: SweepRun, settings: str) -> tuple[str, ...]:
 
 
 def _differing(runs: Sequence[SweepRun]) -> list[str]:
-    """Return the overrides of each run that are not those of all."""
+    """Return the overrides of each run that not all runs share."""
     plain = [[word.lstrip("+") for word in run.overrides] for run in runs]
     common = set.intersection(*map(set, plain)) if len(plain) > 1 else set()
     return [" ".join(word for word in words if word not in common) for words in plain]

@@ -1,4 +1,4 @@
-"""Train a run in this process, or let Hydra launch a sweep of runs, here or as SLURM jobs."""
+"""Train a run in this process, or launch a sweep through Hydra, here or as SLURM jobs."""
 
 import argparse
 import contextlib
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 WRONG_SETTING = 2
 EXIT_CODES = {"nan": 3, "skipped": 4}
-"""Of a training that came to its end with another status than `success`."""
+"""The exit code of a training run by its final status, if that is not `success`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of the command."""
+    """Add the arguments of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "-h",
@@ -49,18 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show this help and exit; with a GROUP, show its choices and settings",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="group=choice|key=value", help="what the run is made of, as Hydra takes it"
+        "overrides", nargs="*", metavar="group=choice|key=value", help="the settings of the run, in Hydra's syntax"
     )
-    parser.add_argument("-m", "--multirun", action="store_true", help="sweep: key=1,2 is a run for each value")
-    parser.add_argument(
-        "-c", "--cfg", choices=("job", "hydra", "all"), help="print the settings that a run would have, and leave"
-    )
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with groups and choices of your own")
+    parser.add_argument("-m", "--multirun", action="store_true", help="run a sweep: key=1,2 trains one run per value")
+    parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"), help="print the composed settings and exit")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with your own groups and choices")
     parser.epilog = _describe_groups()
 
 
 class _Help(argparse.Action):
-    """Prints the help of the command or, with a value, that of a group of settings, and exits."""
+    """Print the help of the command or, with a value, of a group of settings, and exit."""
 
     def __call__(
         self,
@@ -101,18 +99,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def begin_startup(command: str) -> None:
-    """Begin to measure the startup: from the start of the process if the command is what it was started for."""
+    """Start measuring the startup time: from the start of the process if it was started for this command."""
     from xlstm_jax.utils.startup import STARTUP, seconds_since_process_start
 
     STARTUP.begin(seconds_since_process_start() if sys.argv[1:2] == [command] else 0.0)
     import xlstm_jax.cli.header
-    import xlstm_jax.recipes.sweep  # noqa: F401 - the imports of settings and header are measured with all others
+    import xlstm_jax.recipes.sweep  # noqa: F401 - measure the imports of settings and header here, with all others
 
     STARTUP.end("imports")
 
 
 def _train_one(overrides: Sequence[str], config_dir: Path | None) -> int:
-    """Train one run in this process, and return its exit code."""
+    """Train one run in this process and return its exit code."""
     from hydra.core.utils import configure_log
 
     from xlstm_jax.recipes.rejected import make_folder
@@ -135,7 +133,7 @@ def _train_one(overrides: Sequence[str], config_dir: Path | None) -> int:
 
 
 def _sweep(overrides: Sequence[str], config_dir: Path | None) -> int:
-    """Check all runs of a sweep, let Hydra launch them, and return the worst of their exit codes."""
+    """Check all runs of a sweep, launch them through Hydra, and return the highest of their exit codes."""
     from xlstm_jax.recipes.rejected import make_folder
     from xlstm_jax.recipes.run_config import build_run
     from xlstm_jax.recipes.sweep import compose_sweep
@@ -154,28 +152,28 @@ def _sweep(overrides: Sequence[str], config_dir: Path | None) -> int:
 
 
 def _launch(words: Sequence[str], runs: Sequence[dict[str, Any]]) -> int:
-    """Let Hydra launch the runs of a sweep: one after the other, or as jobs.
+    """Launch the runs of a sweep through Hydra: sequentially in this process, or as jobs.
 
     Args:
-        words: The overrides, as Hydra takes them.
-        runs: The settings of each run; empty where the sweeper chooses them while it runs.
+        words: The overrides, in Hydra's syntax.
+        runs: The settings of each run; empty if the sweeper chooses them during the sweep.
     """
     import hydra
 
     codes, ended = [0], []
 
     def train_job(config: Any) -> None:
-        """Train one run of the sweep, in the folder that Hydra has made."""
+        """Train one run of the sweep in the folder that Hydra created."""
         run, has_other_runs = _train_job(config, runs)
         ended.append(run)
-        if has_other_runs and run.exit_code < 128:  # A signal is meant for the sweep.
+        if has_other_runs and run.exit_code < 128:  # A signal ends the whole sweep.
             codes.append(run.exit_code)
         elif run.exit_code:
             raise SystemExit(run.exit_code)
 
     argv, messages = sys.argv, logging.getLogger("hydra")
     sys.argv = [argv[0], "--multirun", *words]
-    handler = logging.StreamHandler(sys.stdout)  # Hydra logs which run is next.
+    handler = logging.StreamHandler(sys.stdout)  # Hydra logs which run starts next.
     messages.addHandler(handler)
     messages.setLevel(logging.INFO)
     try:
@@ -185,13 +183,13 @@ def _launch(words: Sequence[str], runs: Sequence[dict[str, Any]]) -> int:
     finally:
         sys.argv = argv
         messages.removeHandler(handler)
-    if ended:  # Jobs of a launcher end elsewhere.
+    if ended:  # Jobs of a launcher end in other processes.
         show(f"\n{describe_sweep(ended)}")
     return max(codes)
 
 
 def _train_job(config: Any, runs: Sequence[dict[str, Any]]) -> tuple[SweepRun, bool]:
-    """Train a run of a sweep, and return it and whether this process trains the others too."""
+    """Train a run of a sweep; return it and whether this process also trains the other runs."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
@@ -210,13 +208,13 @@ def train_in(
     step: int = -1,
     config: "RunConfig | None" = None,
 ) -> int:
-    """Train a run in a folder, from its newest valid checkpoint if it has one, and return the exit code.
+    """Train a run in a folder, resuming from its newest valid checkpoint if it has one, and return the exit code.
 
     Args:
         folder: The folder of the run.
-        settings: The settings, with references between them or without.
-        notes: What Hydra has to say about this start, by the names of its files.
-        step: The step of another checkpoint to resume from.
+        settings: The settings, with references resolved or not.
+        notes: Hydra's records of this launch: file name to content.
+        step: The step of the checkpoint to resume from, if not the newest valid one.
         config: The config of the run, if it has been built already.
     """
     from xlstm_jax.cli.header import describe_end
@@ -226,8 +224,8 @@ def train_in(
     if not STARTUP.is_running:  # the second run of a sweep, or a job
         STARTUP.begin()
 
-    set_memory_fraction()  # A job of a launcher does not come through `main`.
-    # Libraries give the root logger handlers of theirs; what is said here has its own.
+    set_memory_fraction()  # A job of a launcher does not run `main`.
+    # Libraries add their own handlers to the root logger; messages of `xlstm_jax` have their own handlers.
     logging.getLogger("xlstm_jax").propagate = False
     opened: Any = None
     try:
@@ -248,7 +246,7 @@ def train_in(
     finally:
         STARTUP.finish()
     if opened is None:
-        gc.collect()  # Coroutines of a checkpoint that was cut off complain if the end of the process collects them.
+        gc.collect()  # Coroutines of an interrupted save warn if they are first collected at interpreter exit.
         return 1
     show(describe_end(opened))
     return EXIT_CODES.get(opened.trainer.status, 0)
@@ -257,7 +255,7 @@ def train_in(
 def _train_if_it_fits(
     settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None, step: int, config: "RunConfig | None"
 ) -> Any:
-    """Open a run and train it; return `None` if its step did not fit and another choice is left to try."""
+    """Open a run and train it; return `None` if its step did not fit into memory and another choice may fit."""
     from xlstm_jax.cli.header import describe_start
     from xlstm_jax.recipes.run import open_run
     from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
@@ -287,12 +285,12 @@ def _describe_early_stop(folder: Path) -> str:
 
 
 class RunFailedError(Exception):
-    """The data, a folder, a disk or a package of a run is not as it has to be."""
+    """A problem with the data, a folder, the disk or a package that a run needs."""
 
 
 @contextlib.contextmanager
 def _errors_in_a_line(folder: Path) -> Iterator[None]:
-    """Report what is wrong with data, folder or disk in a line, unless HYDRA_FULL_ERROR is set."""
+    """Convert errors of data, folders and disks to one-line messages, unless HYDRA_FULL_ERROR is set."""
     from xlstm_jax.checkpoint.store import CheckpointNotWrittenError
     from xlstm_jax.trainer.callbacks.checkpointing import OtherSettingsError
 
@@ -305,20 +303,20 @@ def _errors_in_a_line(folder: Path) -> Iterator[None]:
     except (ImportError, OSError, ValueError, CheckpointNotWrittenError) as error:
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
-        where = " (HYDRA_FULL_ERROR=1 shows where.)" if type(error) is ValueError else ""
+        where = " (Set HYDRA_FULL_ERROR=1 for a traceback.)" if type(error) is ValueError else ""
         raise RunFailedError(describe_error(error) + where) from error
 
 
 def _describe_groups() -> str:
-    lines = ["groups and their choices (key=value changes any field of a choice):"]
+    lines = ["groups and their choices (key=value overrides any field of a choice):"]
     for group, choices in groups().items():
         lines.append(f"\n  {group}=")
         lines += [f"    {choice:<16} {comment}" for choice, comment in choices.items()]
     lines += [
         "",
         "help on settings:",
-        "  xlstm-jax train --help GROUP    the choices and the settings of a group",
-        "  xlstm-jax settings KEY          a setting: type, default, description, and where it is set",
+        "  xlstm-jax train --help GROUP    list the choices and settings of a group",
+        "  xlstm-jax settings KEY          describe a setting: type, default, description, and where it is set",
         "",
         "examples:",
     ]

@@ -1,4 +1,4 @@
-"""Which devices this process has, and whether each can compute and all can speak with each other."""
+"""Check the devices of this process: each computes, and collectives work between them."""
 
 import functools
 import time
@@ -19,7 +19,7 @@ from xlstm_jax.recipes.compilation_cache import describe_cache
 from xlstm_jax.utils.accelerators import host_memory
 
 REDUCED_BYTES = 2**24
-"""What each device brings to the all-reduce that is timed."""
+"""The size of each device's operand in the timed all-reduce."""
 
 
 def check_devices(title: str) -> Section:
@@ -68,7 +68,7 @@ def _memory(device: Any) -> str:
 
 
 def check_collectives(title: str) -> Section:
-    """Compare what collectives bring together with NumPy: over this process, or over the whole job if it is joined."""
+    """Compare collectives with NumPy, over this process or, if it has joined a job, over all processes of the job."""
     section = Section(title, ("collective", "result"))
     devices = jax.devices() if jax.distributed.is_initialized() else jax.local_devices()
     if len(devices) == 1:
@@ -87,10 +87,10 @@ def check_collectives(title: str) -> Section:
             section.problems.append(f"{name} over {sizes}: {first_line(error)}")
     if not section.problems:
         seconds = _time_all_reduce(mesh)
-        # Each byte has to leave a device twice, but for the device's own share: the bandwidth that links must have.
+        # Bus bandwidth: each byte leaves a device twice (reduce-scatter, all-gather), except the device's own share.
         rate = 2 * (len(devices) - 1) / len(devices) * REDUCED_BYTES / seconds / 1e9
         section.notes.append(
-            f"An all-reduce of {REDUCED_BYTES // 2**20} MiB a device takes {seconds * 1e3:.2f} ms: {rate:.1f} GB/s."
+            f"An all-reduce of {REDUCED_BYTES // 2**20} MiB per device takes {seconds * 1e3:.2f} ms: {rate:.1f} GB/s."
         )
     return section
 
@@ -101,7 +101,7 @@ def _inputs(num_devices: int) -> np.ndarray:
 
 
 def _cases(num_devices: int) -> dict[str, tuple[Callable[[jax.Array], jax.Array], np.ndarray]]:
-    """Return each collective, and its results on all devices one below the other."""
+    """Return each collective with its expected results, the rows of all devices concatenated."""
     rows = _inputs(num_devices)
     total = rows.sum(axis=0)
     ring = [(source, (source + 1) % num_devices) for source in range(num_devices)]
@@ -130,7 +130,7 @@ def _check_collective(collective: Callable[[jax.Array], jax.Array], mesh: Mesh, 
 
 
 def _time_all_reduce(mesh: Mesh, num_rounds: int = 5) -> float:
-    """Return the seconds of the fastest of a few all-reduces."""
+    """Return the duration in seconds of the fastest of `num_rounds` all-reduces."""
     shape, sharding = (mesh.size, REDUCED_BYTES // 4), NamedSharding(mesh, P("all"))
     values = jax.jit(functools.partial(jnp.ones, shape), out_shardings=sharding)()
     all_reduce = _on_all(lambda x: lax.psum(x, "all"), mesh)

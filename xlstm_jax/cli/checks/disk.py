@@ -1,4 +1,4 @@
-"""Whether a folder can hold a run: it takes files, has room, renames whole, and how fast it is."""
+"""Check that a folder can hold runs: it is writable, has free space and renames atomically; measure its speed."""
 
 import os
 import re
@@ -18,7 +18,7 @@ ON_A_NETWORK = re.compile(
 
 
 def check_disk(title: str, folders: list[Path], *, with_speed: bool) -> Section:
-    """Check each folder; `with_speed` writes and reads a file of 64 MiB that is removed again."""
+    """Check each folder; `with_speed` also writes, reads and removes a file of 64 MiB."""
     section = Section(title, ("folder", "check", "result"))
     for folder in folders:
         _check_folder(section, folder, with_speed)
@@ -28,7 +28,7 @@ def check_disk(title: str, folders: list[Path], *, with_speed: bool) -> Section:
 def _check_folder(section: Section, folder: Path, with_speed: bool) -> None:
     name = str(folder.resolve())
     try:
-        # Not in the folder for temporary files: it is this one that is asked about.
+        # The checked folder may be on another file system than the default folder for temporary files.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".xlstm-jax-doctor-") as inner:
             section.add(name, "writable", PASSED)
             section.add(name, "free space", _free_space(folder))
@@ -47,11 +47,11 @@ def _free_space(folder: Path) -> str:
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """Say which kind of file system a folder is on, and what to expect of it."""
+    """Describe the type of file system that a folder is on."""
     if not mounts.exists():
         return "unknown"
     lines = (line.split() for line in mounts.read_text().splitlines())
-    # A later mount hides an earlier one on the same folder, and `max` takes the first of equals.
+    # A later mount hides an earlier one on the same folder; `max` returns the first of equals, so reverse the order.
     points = [(Path(_unescape(fields[1])), fields[2]) for fields in lines][::-1]
     above = [(len(point.parts), kind) for point, kind in points if folder.resolve().is_relative_to(point)]
     kind = max(above, key=lambda pair: pair[0], default=(0, "unknown"))[1]
@@ -61,12 +61,12 @@ def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
 
 
 def _unescape(point: str) -> str:
-    """Undo how /proc/mounts writes spaces and the like: as a backslash with three octal digits."""
+    """Decode the octal escapes of /proc/mounts, which stand for spaces and the like."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
 
 
 def _rename(inner: Path) -> str:
-    """Rename a file over another and a folder to a new name, as checkpoints are put in place."""
+    """Rename a file over another one and a folder to a new name, as saving a checkpoint does."""
     old, new = inner / "old", inner / "new"
     old.write_text("old")
     new.write_text("new")
@@ -80,7 +80,7 @@ def _rename(inner: Path) -> str:
 
 
 def _speed(inner: Path) -> str:
-    """Write, flush and read a file, past the cache of the system where it can be asked to forget."""
+    """Measure writing, flushing and reading a file, bypassing the page cache where the system can drop it."""
     content, file = os.urandom(2**20), inner / "speed"
     start = time.perf_counter()
     with file.open("wb") as stream:

@@ -1,15 +1,15 @@
-"""What a check finds, as values that can be shown and stored."""
+"""The result of a check, as plain values to print and to save."""
 
 import dataclasses
 from typing import Any
 
 PASSED, FAILED, WARNING = "✓", "✗", "!"
-"""How a cell begins that is a verdict; only `FAILED` is a problem."""
+"""The first character of a cell that holds a verdict; only `FAILED` counts as a problem."""
 
 
 @dataclasses.dataclass
 class Section:
-    """A table of what was found, what is wrong with it, and what is worth knowing."""
+    """The table of a check, with its problems and notes."""
 
     title: str
     columns: tuple[str, ...] = ()
@@ -18,15 +18,15 @@ class Section:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, *cells: str) -> None:
-        """Add a row; missing cells are empty."""
+        """Add a row, padded with empty cells."""
         self.rows.append((*cells, *[""] * (len(self.columns) - len(cells))))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same as JSON has it."""
+        """Return the section as a dictionary for JSON."""
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         return {"title": self.title, "rows": rows, "problems": self.problems, "notes": self.notes}
 
 
 def first_line(error: Exception) -> str:
-    """Say in a line what went wrong."""
+    """Return the class and the first line of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,8 +1,9 @@
-"""Whether kernels compute on this very device what they should: each form against the law it must obey.
+"""Numerical self-tests of the kernels on this device: each form is compared with a reference.
 
 Forms of the mLSTM and the sLSTM are compared with the token-by-token reference, the reference with single steps, and
-attention with a softmax that is written out: in outputs, last state, the gradients of all inputs, and in two parts with
-the state handed over. An error is the largest difference in an array, as a share of the largest magnitude in it.
+attention with an explicit softmax. The comparison covers outputs, final state, gradients of all inputs, and a sequence
+processed in two parts with the state passed between them. An error is the largest absolute difference in an array,
+relative to the largest magnitude in it.
 """
 
 import functools
@@ -23,23 +24,23 @@ from xlstm_jax.models.llama.attention import KVCache, append, cached_attention, 
 from xlstm_jax.models.llama.layer import SAMPLE_DTYPE, SAMPLE_HEAD_DIM
 
 Arrays = Mapping[str, Any]
-"""Arrays by the names that the report uses."""
+"""Arrays by the names used in the report."""
 Run = Callable[[Any, Any], Any]
-"""Inputs and a state to outputs and the next state."""
+"""A function from inputs and a state to outputs and the next state."""
 
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Float32 rounds by 6e-8, which adds up to 1e-6 here, on CPUs and on an H200; products in TF32, which rounds by 5e-4,
-give errors from 3e-5 on and must fail. Bfloat16 rounds by 4e-3, and attention in it does so a few times: 7e-3."""
+"""Float32 rounds by 6e-8, which accumulates to 1e-6 here, on CPUs and on an H200; matmuls in TF32, which rounds by
+5e-4, give errors of 3e-5 or more and must fail. Bfloat16 rounds by 4e-3; attention in it rounds a few times: 7e-3."""
 
 LAWS = {"attention": "softmax"}
-"""What the backends of a kernel are compared with, if not with the reference."""
+"""The implementation that the backends of a kernel are compared with, if it is not `reference`."""
 
 IN_PARTS = "outputs in two parts"
 BATCH, LENGTH, HEADS, QK_DIM, V_DIM, CHUNK_SIZE = 2, 88, 2, 64, 64, 32
 IN_HALF = ("cudnn", "mosaic")
-"""The backends that compute in bfloat16; what they read as such is a number of bfloat16 for the others too."""
+"""The backends that compute in bfloat16; their inputs are rounded to bfloat16 for all other backends too."""
 PARTS = slice(0, 44), slice(44, LENGTH)
-"""They are compiled once, as they are equally long, and end within a chunk."""
+"""Parts of equal length, so that one compilation serves both; neither ends at a chunk boundary."""
 
 
 def check_numbers(title: str) -> Section:
@@ -47,7 +48,7 @@ def check_numbers(title: str) -> Section:
     section = Section(title, ("kernel", "backend", "device", "largest relative error", "limit", "in"))
     kinds = {device.device_kind: device for device in reversed(jax.local_devices())}
     for device in kinds.values():
-        # Otherwise GPUs and TPUs multiply float32 numbers in fewer digits, in which a wrong sum could hide.
+        # By default, GPUs and TPUs multiply float32 at reduced precision, whose error could hide a wrong sum.
         with jax.default_device(device), jax.default_matmul_precision("highest"):
             for kernel in KERNELS:
                 measure = functools.cache(MEASURES[kernel.name])
@@ -63,7 +64,7 @@ def check_numbers(title: str) -> Section:
 
 
 def _verdict(measure: Callable[[str], Arrays], backend: str, law: str = "reference") -> tuple[str, ...]:
-    """Return the largest error, its limit and where it is; or what went wrong."""
+    """Return the largest error, its limit and the array it occurs in; or the exception that was raised."""
     limit = LIMITS[SAMPLE_DTYPE.name if backend in IN_HALF else "float32"]
     try:
         actual, expected = measure(backend), dict(measure("steps" if backend == law else law))
@@ -82,10 +83,10 @@ def _relative_error(actual: Any, expected: Any) -> float:
 
 
 def _measure_mlstm(backend: str) -> Arrays:
-    """Return all that `backend` computes from drawn inputs; `steps` is token by token."""
+    """Return all results of `backend` for random inputs; `steps` processes single tokens."""
     generator, heads = np.random.default_rng(0), (BATCH, LENGTH, HEADS)
-    # Queries and keys are alike: if their products had any sign, some denominators would be small differences of large
-    # numbers, and each form would round these in its own way.
+    # The mean of queries and keys is 1, so that most dot products are positive: with mixed signs, some denominators
+    # would be small differences of large numbers, which each form rounds differently.
     inputs = {name: generator.normal(1, 1, (*heads, QK_DIM)) for name in ("q", "k")}
     inputs |= {"v": generator.normal(size=(*heads, V_DIM))}
     inputs |= {"igate": generator.uniform(-4, 4, heads), "fgate": generator.uniform(4, 8, heads)}
@@ -105,7 +106,7 @@ def _measure_mlstm(backend: str) -> Arrays:
 
 
 def _measure_slstm(backend: str) -> Arrays:
-    """Return all that `backend` computes from drawn inputs; `steps` is token by token."""
+    """Return all results of `backend` for random inputs; `steps` processes single tokens."""
     generator, heads = np.random.default_rng(0), (BATCH, LENGTH, HEADS, QK_DIM)
     ranges = ((-4, 4), (4, 8), (-2, 2), (-2, 2))  # i, f, z, o
     gates = np.stack([generator.uniform(*ends, heads) for ends in ranges], axis=2)
@@ -136,7 +137,7 @@ def _measure_recurrence(backend: str, run: Run, step: Run, inputs: Arrays, state
     if backend == "steps":
         return _measure_steps(jax.jit(step), inputs, state)
     results = _measure_sequence(run, inputs, state)
-    if backend == "reference":  # The steps it is compared with hand the state over at every token.
+    if backend == "reference":  # It is compared with single steps, which pass the state on at every token.
         return results
     return {**results, IN_PARTS: _in_parts(jax.jit(run), inputs, state)}
 
@@ -157,7 +158,7 @@ def _measure_sequence(run: Run, inputs: Arrays, state: Any) -> Arrays:
 
 
 def _in_parts(run: Run, inputs: Arrays, state: Any) -> jax.Array:
-    """Return the outputs for one part after the other, with the state handed over."""
+    """Return the outputs of a sequence processed in parts, with the state passed from one to the next."""
     outputs = []
     for part in PARTS:
         of_part, state = run(_at(inputs, part), state)
@@ -174,7 +175,7 @@ def _measure_steps(step: Run, inputs: Arrays, state: Any) -> Arrays:
 
 
 def _at(inputs: Arrays, positions: slice | int) -> Arrays:
-    """Cut what is a sequence; a recurrent kernel is none."""
+    """Slice all inputs that are sequences; a recurrent kernel is not."""
     return {name: x[:, positions] if x.shape[:2] == (BATCH, LENGTH) else x for name, x in inputs.items()}
 
 
@@ -183,14 +184,14 @@ def _except_units(state: MLSTMState | SLSTMState) -> Arrays:
 
 
 def _true_memory(state: MLSTMState | SLSTMState) -> Arrays:
-    """Return the memory without its units, as each form may choose its own."""
+    """Return the memory with the stabilizer's scale undone, as each form may choose its own scale."""
     unit = lax.stop_gradient(jnp.exp(state.stabilizer))
     parts = {name: x for name, x in _except_units(state).items() if name != "hidden"}
     return {f"last {name}": x * unit.reshape(*unit.shape, *[1] * (x.ndim - unit.ndim)) for name, x in parts.items()}
 
 
 def _project(results: Arrays) -> Any:
-    """Return a number that depends on every element, and on every array as much as on the others."""
+    """Return a scalar that depends on every element, with equal weight for every array."""
     total = 0.0
     for x in results.values():
         x = x.astype(jnp.float32)
@@ -200,13 +201,13 @@ def _project(results: Arrays) -> Any:
 
 
 def _measure_attention(backend: str) -> Arrays:
-    """Return all that `backend` computes from drawn inputs; they are numbers of bfloat16, whatever the precision."""
+    """Return all results of `backend` for random inputs, which are rounded to bfloat16 for every backend."""
     generator, dtype = np.random.default_rng(0), SAMPLE_DTYPE if backend in IN_HALF else jnp.float32
     heads = {"q": 2 * HEADS, "k": HEADS, "v": HEADS}
     drawn = {name: generator.normal(size=(BATCH, LENGTH, count, SAMPLE_HEAD_DIM)) for name, count in heads.items()}
     form: Any = backend
     attend: Any = _softmax_attention if backend == "softmax" else functools.partial(multihead_attention, backend=form)
-    if backend == "mosaic":  # whose kernels are for documents
+    if backend == "mosaic":  # its kernels need document boundaries
         attend = functools.partial(attend, segment_ids=jnp.zeros((BATCH, LENGTH), int), contiguous_segments=True)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Which packages are here, which are missing, and which environment variables JAX will read."""
+"""List installed and missing packages, and the environment variables that JAX reads."""
 
 import os
 import platform
@@ -15,28 +15,28 @@ ENVIRONMENT = re.compile(
     r"(XLA|JAX|PJRT|LIBTPU|TPU|NCCL|COORDINATOR)_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|MASTER_(ADDR|PORT)"
     r"|SLURM_(JOB_ID|JOB_NUM_NODES|STEP_NODELIST|NTASKS|NODEID|PROCID|LOCALID)"
 )
-"""Variables that change what JAX does, or which processes it joins."""
+"""Variables that configure JAX or determine which processes it joins."""
 
 
 class Package(NamedTuple):
-    """A package that is asked for, and the version that is there."""
+    """A required package and its installed version."""
 
     required: Requirement
     installed: str | None
 
     @property
     def healthy(self) -> bool:
-        """Whether it is there in a version that was asked for."""
+        """Whether the package is installed in a version that meets the requirement."""
         return self.installed is not None and self.required.specifier.contains(self.installed, prereleases=True)
 
     @property
     def wanted(self) -> str:
-        """What was asked for, as pip takes it."""
+        """The requirement, as an argument of pip."""
         return f"{self.required.name}{self.required.specifier}"
 
 
 def packages(distribution: str, extra: str = "") -> Iterator[Package]:
-    """The packages that a distribution needs or, with `extra`, those that this extra adds."""
+    """Yield the packages that a distribution requires or, with `extra`, those that the extra adds."""
     lines = metadata.requires(distribution) if _installed(distribution) else None
     for required in map(Requirement, lines or []):
         if _applies(required, extra) and not (extra and _applies(required, "")):
@@ -57,7 +57,7 @@ def _applies(required: Requirement, extra: str) -> bool:
 
 
 def check_packages(title: str) -> Section:
-    """Compare the packages that are always needed with what is installed."""
+    """Compare the required packages with the installed ones."""
     ourselves = Package(Requirement("xlstm_jax"), _installed("xlstm_jax"))
     jaxlib = (package for package in packages("jax") if package.required.name == "jaxlib")
     core = [ourselves, *packages("xlstm_jax"), *jaxlib]
@@ -67,7 +67,7 @@ def check_packages(title: str) -> Section:
     for package in core:
         section.add(package.required.name, package.installed or "-", str(package.required.specifier))
         if not package.healthy:
-            section.problems.append(f"{package.wanted} is needed; found: {package.installed or 'none'}")
+            section.problems.append(f"{package.wanted} is required; installed: {package.installed or 'none'}")
     return section
 
 
@@ -82,7 +82,7 @@ def check_environment(title: str) -> Section:
 
 
 def check_extras(title: str) -> Section:
-    """List the extras and what they still need; none of them has to be there."""
+    """List the extras and their missing packages; all extras are optional."""
     section = Section(title, ("extra", "state"))
     extras = metadata.metadata("xlstm_jax").get_all("Provides-Extra") if _installed("xlstm_jax") else None
     for extra in extras or []:
