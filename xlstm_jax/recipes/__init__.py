@@ -1,1 +1,1 @@
-"""Runs in plain YAML: packaged groups of settings, and the one strict way from them to configs."""
+"""Runs described in plain YAML: packaged groups of settings, their composition, and the configs built from them."""

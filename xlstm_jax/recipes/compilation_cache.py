@@ -1,8 +1,8 @@
 """The persistent compilation cache of commands on GPUs: private, bounded and safe with concurrent processes.
 
-It is JAX's own cache, with a size limit: then JAX takes a file lock around each read and write, and evicts the programs
-that were used least recently. JAX's own settings come first: with `JAX_COMPILATION_CACHE_DIR`, the cache is as JAX has
-it; with `JAX_ENABLE_COMPILATION_CACHE=false`, there is none.
+It is JAX's own cache with a size limit, under which JAX takes a file lock around each read and write and evicts the
+least recently used programs. JAX's own settings take precedence: with `JAX_COMPILATION_CACHE_DIR`, the cache is
+configured by JAX alone; `JAX_ENABLE_COMPILATION_CACHE=false` disables it.
 """
 
 import contextlib
@@ -23,32 +23,33 @@ from xlstm_jax.recipes.processes import from_first_process
 LOGGER = logging.getLogger(__name__)
 
 CONFIG: Any = jax.config
-"""JAX's settings, whose names type checkers do not know."""
+"""JAX's configuration, untyped because type checkers do not know its attributes."""
 GIB = 2**30
 FOLDER_VARIABLE = "XLSTM_JAX_CACHE_DIR"
-"""Where the cache is, in a folder `compilation` of its own; by default `xlstm_jax` in the user's cache directory."""
+"""The parent folder of the cache's folder `compilation`; by default `xlstm_jax` in the user's cache directory."""
 MAX_BYTES = 2 * GIB
-"""The size limit, unless `JAX_COMPILATION_CACHE_MAX_SIZE` sets another."""
+"""The size limit, unless `JAX_COMPILATION_CACHE_MAX_SIZE` is set."""
 MIN_COMPILE_SECONDS = 0.1
-"""Programs that compile faster are not kept, unless `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` sets another limit."""
+"""The minimum compile time of a cached program, unless `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` is set."""
 OUR_SETTINGS = {
     "jax_compilation_cache_max_size": (-1, MAX_BYTES),
     "jax_persistent_cache_min_compile_time_secs": (1.0, MIN_COMPILE_SECONDS),
 }
-"""Settings of JAX that the environment does not set: JAX's default, and what takes its place."""
+"""Settings of JAX that are replaced if the environment does not set them: JAX's default and our value."""
 MAX_AUTOTUNING_FILES = 20_000
-"""XLA keeps the fastest tiling of each fusion in a small file of its own and never deletes one."""
+"""The maximum number of autotuning files: XLA writes one for each fusion and never deletes any."""
 AUTOTUNING_FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"
 LOCK_SECONDS = 10
 
 ENTRY, LAST_USE = "-cache", "-atime"
-"""The endings of JAX's files: the last use is written after the entry."""
+"""The suffixes of JAX's files; the time of the last use is written after the entry."""
 
 
 def enable_compilation_cache() -> None:
-    """Keep compiled programs for later processes, on GPUs only.
+    """Enable the persistent compilation cache, on GPUs only.
 
-    All processes of a run call it once they have found each other. A folder that cannot be used is a warning.
+    All processes of a run have to call this function after JAX's distributed initialisation. An unusable folder only
+    logs a warning.
     """
     if jax.default_backend() != "gpu" or not CONFIG.jax_enable_compilation_cache:
         return
@@ -57,7 +58,7 @@ def enable_compilation_cache() -> None:
     folder, problem = Path("~/.cache"), None
     try:
         prepare_folder(folder := default_folder())
-    except (OSError, RuntimeError) as error:  # There may be no home, or no file locks on a network file system.
+    except (OSError, RuntimeError) as error:  # no home directory, or no file locks on a network file system
         problem = str(error)
     if not _is_shared(folder if problem is None else None):
         problem = problem or "processes of this run on other hosts do not see it"
@@ -76,7 +77,7 @@ def enable_compilation_cache() -> None:
 
 
 def default_folder() -> Path:
-    """Return where the cache is unless JAX's own settings say otherwise."""
+    """Return the folder of the cache, if JAX's own settings do not name one."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given).expanduser().absolute() / "compilation"
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -84,10 +85,10 @@ def default_folder() -> Path:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder private and remove what JAX cannot use; raise an `OSError` if the folder cannot be used.
+    """Make the folder private and remove entries that JAX cannot use; raise an `OSError` if the folder is unusable.
 
-    Programs in the cache are executed, so whoever can write to it can run code in the user's name. Therefore the folder
-    must belong to the user; one that others may read or write becomes private, and files of other users are removed.
+    Programs in the cache are executed, so anyone who can write to it can run code as this user. Therefore the folder
+    must belong to the user, access of other users is revoked, and files of other users are removed.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -101,7 +102,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def describe_cache() -> str:
-    """Describe where the cache is, how large it is, and how to change that."""
+    """Describe the folder and the size of the cache, or why it is off and how to enable it."""
     if not CONFIG.jax_enable_compilation_cache:
         return "off, as JAX_ENABLE_COMPILATION_CACHE is set"
     given = CONFIG.jax_compilation_cache_dir
@@ -116,18 +117,18 @@ def describe_cache() -> str:
 
 
 def _own(name: str) -> Any:
-    """Return the value of a setting of JAX in a cache of ours: what the user has set, or ours."""
+    """Return the value of a JAX setting for our cache: the user's if set, else ours."""
     value, (default, ours) = getattr(CONFIG, name), OUR_SETTINGS[name]
     return ours if value == default and name.upper() not in os.environ else value
 
 
 def _remove_unusable(folder: Path) -> None:
-    """Remove files of other users, and entries that a killed process has left incomplete.
+    """Remove files of other users, and incomplete entries that a killed process left behind.
 
-    JAX would fail to read such an entry each time, and never replace it.
+    JAX would fail to read an incomplete entry each time and never replace it.
     """
     for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # Other processes remove files of theirs at the same time.
+        with contextlib.suppress(FileNotFoundError):  # Another process may remove the file at the same time.
             if path.lstat().st_uid != os.getuid():
                 path.unlink()
     entries, uses = (
@@ -149,9 +150,9 @@ def _limit_autotuning(folder: Path) -> None:
 
 
 def _is_shared(folder: Path | None) -> bool:
-    """Check that all processes see the folder of the first one.
+    """Check that all processes see the cache folder of the first one.
 
-    If only some of them read a program from the cache, the others wait in vain for them to share in its autotuning.
+    If only some processes read a program from the cache, the others wait forever for them to take part in autotuning.
     """
     if jax.process_count() == 1:
         return True
@@ -164,7 +165,7 @@ def _is_shared(folder: Path | None) -> bool:
 
 
 def _mark(folder: Path | None) -> str:
-    """Create a file that other processes can look for, and return its name; an empty name if there is no folder."""
+    """Create a marker file for other processes to find and return its name; an empty name if there is no folder."""
     if folder is None:
         return ""
     name = f".shared-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""Composition of settings by Hydra, from packaged groups, files of users and words of a command line."""
+"""Composition of settings with Hydra, from packaged groups, user files and command-line overrides."""
 
 import contextlib
 import dataclasses
@@ -16,16 +16,16 @@ from xlstm_jax.configs.reader import TARGET
 
 GROUPS_FOLDER = Path(__file__).parent / "groups"
 ROOT = "train"
-"""The file that all runs start from."""
+"""The root config of all runs."""
 CONFIG_FILE = "config.yaml"
-"""The file in the folder of a run with its settings, with all references resolved."""
+"""The file in the folder of a run that holds its settings with all references resolved."""
 
 CALLBACKS = "callbacks"
-"""The group of which several choices can be made."""
+"""The group that allows several choices at once."""
 
 
 def register_run_id() -> None:
-    """Let settings refer to `${run_id:}`: the time or, in a SLURM step, what its processes and its restarts share."""
+    """Register the resolver `${run_id:}`: the time or, in a SLURM step, an id shared by its processes and restarts."""
     from omegaconf import OmegaConf
 
     step = [os.environ.get(f"SLURM_{name}_ID") for name in ("JOB", "STEP")]
@@ -36,30 +36,30 @@ def register_run_id() -> None:
 def scaled_steps(
     num_steps: int, num_train_steps: int, minimum: int = 0, *, _parent_: Mapping[str, Any], _root_: Mapping[str, Any]
 ) -> int:
-    """Return how many steps a part of the schedule has: the resolver of `${scaled:STEPS,OF_STEPS}`.
+    """Return the length of a schedule phase such as the warm-up: the resolver `${scaled:STEPS,OF_STEPS}`.
 
-    A run that is shorter than the one that the numbers are meant for has fewer in proportion; a longer one has no more.
+    The length shrinks in proportion for runs shorter than `num_train_steps`; it does not grow for longer ones.
 
     Args:
-        num_steps: The steps of this part in a run of `num_train_steps`.
-        num_train_steps: The length of the run that the numbers are meant for.
-        minimum: At least so many.
+        num_steps: The length of the phase in a run of `num_train_steps`.
+        num_train_steps: The length of the run for which `num_steps` was chosen.
+        minimum: The minimum length of the phase.
     """
     length = _parent_.get("decay_steps") or _root_.get("num_train_steps")
-    if not isinstance(length, int) or not 0 < length < num_train_steps:  # What is no length is for the builder to say.
+    if not isinstance(length, int) or not 0 < length < num_train_steps:  # The builder reports invalid lengths.
         return num_steps
     return max(minimum, num_steps * length // num_train_steps)
 
 
 def register_scaled_steps() -> None:
-    """Let settings refer to `${scaled:STEPS,OF_STEPS}`."""
+    """Register the resolver `${scaled:STEPS,OF_STEPS}`."""
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("scaled", scaled_steps, replace=True)
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """Return all packaged groups with their choices, and the comment that each choice starts with."""
+    """Return all packaged groups with their choices and the first comment of each choice."""
     return {
         group: {choice: _first_comment(path) for choice, path in choices.items()}
         for group, choices in choice_files().items()
@@ -83,18 +83,18 @@ class Composition:
     config: Any
     """Hydra's config: the settings, and Hydra's own under `hydra`."""
     remarks: tuple[str, ...] = ()
-    """A sentence for each group whose settings are not simply those that were chosen and set."""
+    """One sentence per group whose settings differ from what the user chose and set, such as dropped overrides."""
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings, with references between them."""
+        """The settings with unresolved references."""
         from omegaconf import OmegaConf
 
         return OmegaConf.to_container(self._without_hydra())  # pyright: ignore[reportReturnType]
 
     @functools.cached_property
     def resolved(self) -> dict[str, Any]:
-        """The settings, with all references resolved."""
+        """The settings with all references resolved."""
         with self.current():
             return resolved(self._without_hydra())
 
@@ -106,12 +106,12 @@ class Composition:
 
     @functools.cached_property
     def sweep_folder(self) -> Path:
-        """The folder of a sweep over such runs."""
+        """The folder of a sweep, if the run is part of one."""
         with self.current(), hydra_errors():
             return Path(self.config.hydra.sweep.dir)
 
     def to_yaml(self, part: Literal["job", "hydra", "all"]) -> str:
-        """Write the settings of the run (`job`, with references resolved), those of Hydra, or both."""
+        """Return as YAML the settings of the run (`job`, with references resolved), those of Hydra, or both."""
         from omegaconf import OmegaConf
 
         with self.current(), hydra_errors():
@@ -125,7 +125,7 @@ class Composition:
         return OmegaConf.masked_copy(self.config, [name for name in self.config if name != "hydra"])
 
     def notes(self, folder: Path) -> dict[str, Any]:
-        """Return what the folder of a run keeps of Hydra, by file name."""
+        """Return Hydra's records of the launch, saved in the folder of the run: file name to content."""
         from omegaconf import OmegaConf
 
         hydra: Any = OmegaConf.to_container(OmegaConf.masked_copy(self.config, ["hydra"]), enum_to_str=True)
@@ -134,7 +134,7 @@ class Composition:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Let settings refer to `${hydra:...}`."""
+        """Make `${hydra:...}` resolve to this composition within the context."""
         from hydra.core.hydra_config import HydraConfig
 
         instance = HydraConfig.instance()
@@ -150,11 +150,11 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
     """Compose the settings of a run.
 
     Args:
-        overrides: What to choose and to change, as on the command line: `group=choice`, `key=value`, `~key`.
+        overrides: Command-line overrides: `group=choice`, `key=value`, `~key`.
         config_dir: A folder with more groups and choices, laid out like the packaged ones.
 
     Returns:
-        Plain settings, with all references resolved.
+        Plain settings with all references resolved.
     """
     return compose_run(overrides, config_dir).resolved
 
@@ -166,11 +166,11 @@ def compose_run(overrides: Sequence[str], config_dir: Path | None = None) -> Com
 
 
 def compose_words(words: Sequence[str], job_number: int | None = None) -> Composition:
-    """Compose a run from Hydra's own overrides, in the context of `initialized`.
+    """Compose a run from Hydra overrides, within the context of `initialized`.
 
-    An experiment chooses a group and changes settings of that choice. Where the overrides make another choice, these
-    changes are dropped. A run that starts from the parameters of another one, and for which neither a model nor an
-    experiment is chosen, takes over the settings of that model.
+    An experiment selects choices of groups and overrides settings of these choices. If the command line selects another
+    choice for a group, the experiment's overrides for that group are dropped. A run with `init_from` that selects
+    neither a model nor an experiment uses the model settings of the run it starts from.
 
     Args:
         words: The overrides, as `free_keys` returns them.
@@ -213,7 +213,7 @@ def _load(words: Sequence[str]) -> Any:
 
 
 def _chosen_groups(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the overrides that choose a section by group, and those that an experiment needs to be found."""
+    """Return the overrides that select a choice, by group, and those needed to compose the experiment alone."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     chosen, experiments = {}, []
@@ -252,17 +252,18 @@ def _apply(config: Any, words: Sequence[str]) -> None:
 
 
 def _is_for_choices(word: str, switched: Sequence[str]) -> bool:
-    """Tell whether an override also holds without an experiment, which may have set what a `~key` deletes."""
+    """Return whether an override also applies without the experiment; the key of a `~key` may exist only with it."""
     if word.startswith("~"):
         return word[1:].partition("=")[0].partition(".")[0] in switched
     return not word.startswith("experiment=")
 
 
 def _section_of_choice(group: str, whole: Any, alone: Any) -> Any:
-    """Return a section without what an experiment has set for another choice.
+    """Return a section without the settings that an experiment made for another choice.
 
-    Callbacks are a list of choices, each with its own entries: those that are still chosen keep what the experiment has
-    set, and so do entries of its own. Without `_target_`, an entry is left over from a choice that was dropped.
+    Callbacks are a list of choices, each with its own entries: entries of choices that are still selected keep the
+    experiment's settings, as do entries that the experiment defines. An entry without `_target_` is left over from a
+    dropped choice.
     """
     if group != CALLBACKS:
         return alone
@@ -272,7 +273,7 @@ def _section_of_choice(group: str, whole: Any, alone: Any) -> Any:
 
 
 def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield the settings of a section by name, as text."""
+    """Yield the dotted names and values of all settings of a section, as text."""
     for name, value in (section or {}).items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}.{name}")
@@ -281,7 +282,7 @@ def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """Return plain settings from a config of Hydra, or from a dictionary, with all references resolved."""
+    """Convert a Hydra config or a dictionary to plain settings with all references resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -296,7 +297,7 @@ def resolved(config: Any) -> dict[str, Any]:
 
 
 def change(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return settings with some values changed, as `key=value` on the command line; references stay what they are."""
+    """Return settings with `key=value` overrides applied; references stay unresolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -311,7 +312,11 @@ def change(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def free_keys(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
-    """Let overrides set fields that no file mentions: whether there is such a field is for the builder to say."""
+    """Prefix overrides with `++`, so that they may set fields that no file mentions; the builder rejects unknown ones.
+
+    Raises:
+        ConfigError: An override is malformed, or a group has no such choice.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -335,14 +340,14 @@ def free_keys(overrides: Sequence[str], config_dir: Path | None = None) -> list[
 
 
 def _suggest_choice(word: str) -> str:
-    """Return a question that suggests the choice whose name stands alone; empty if there is none."""
+    """Return a question that suggests `group=choice` for a word that is the name of a choice; empty if it is not."""
     choices = [(group, choice) for group in ("experiment", *choice_files()) for choice in choice_files()[group]]
     group = next((group for group, choice in choices if choice == word), None)
     return f". Did you mean {f'{group}={word}'!r}?" if group else ""
 
 
 def search_path(config_dir: Path | None) -> list[str]:
-    """Return the overrides that let Hydra look into a folder of the user too."""
+    """Return the override that adds a user folder to Hydra's search path."""
     if config_dir is None:
         return []
     if not config_dir.is_dir():
@@ -352,7 +357,7 @@ def search_path(config_dir: Path | None) -> list[str]:
 
 @contextlib.contextmanager
 def initialized() -> Iterator[None]:
-    """Let Hydra find the packaged groups."""
+    """Initialise Hydra with the packaged groups within the context."""
     from hydra import initialize_config_dir
 
     with initialize_config_dir(config_dir=str(GROUPS_FOLDER), version_base="1.3"):
@@ -361,7 +366,7 @@ def initialized() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hydra_errors() -> Iterator[None]:
-    """Say in a line what Hydra cannot compose."""
+    """Convert errors of Hydra to a one-line `ConfigError`."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -377,7 +382,7 @@ def _choices(group: str, config_dir: Path | None) -> list[str]:
 
 
 def _check_choice(group: str, value: Any, choices: Sequence[str]) -> None:
-    """Say in a line that a group has no such choice; what is no plain name is for Hydra to judge."""
+    """Raise a `ConfigError` if a group has no such choice; anything but a plain name is left to Hydra."""
     if value is None:
         raise ConfigError(f"{group}: a choice is needed, not null: {', '.join(choices)}; or ~{group} for none.")
     for name in value if isinstance(value, list) else [value]:
@@ -386,7 +391,7 @@ def _check_choice(group: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).replace("'++", "'").split())  # Users write no sign before what they set.
+    return " ".join(str(error).replace("'++", "'").split())  # Hide the prefix that `free_keys` added.
 
 
 def _first_comment(path: Path) -> str:

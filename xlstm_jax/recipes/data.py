@@ -1,4 +1,4 @@
-"""Build the configs of training and validation sets from the section `data` of the settings."""
+"""Build the configs of the training and validation sets from the section `data` of the settings."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ KINDS: dict[str, type[DataConfig]] = {
     "synthetic": SyntheticDataConfig,
     **{kind.name: kind.config_class for kind in registry.KINDS},
 }
-"""The names that `data_config_type` takes, besides the dotted path of a class."""
+"""The config classes by the names that `data_config_type` accepts, besides the dotted path of a class."""
 
 PREPARED_FOLDER = "data"
 """The folder of prepared shards within the folder of a run, by default."""
@@ -27,26 +27,26 @@ PREPARED_FOLDER = "data"
 
 @dataclasses.dataclass(kw_only=True)
 class PrepareConfig(ConfigDict):
-    """Texts that a run tokenises into shards before it trains on them; see `xlstm_jax.dataset.prepare`."""
+    """Text that a run tokenises into shards before training; see `xlstm_jax.dataset.prepare`."""
 
     sources: list[str]
-    """Files, folders and patterns of text, JSON lines or Parquet; `[stdlib]` for Python's standard library."""
+    """Files, folders and glob patterns of text, JSON lines or Parquet; `[stdlib]` for Python's standard library."""
     output: Path | None = None
-    """The folder of the shards, which several runs may share; `None` for `data` in the folder of the run."""
+    """The folder of the shards, which several runs can share; `None` for `data` in the folder of the run."""
     validation_share: float | None = None
-    """The share of documents for validation, if the sources have no splits of their own."""
+    """The share of documents used for validation, if the sources have no splits."""
     tokenizer_path: str = "byte"
-    """The tokenizer, as for `load_tokenizer`; `byte` for bytes."""
+    """The tokenizer: a folder, a tokenizer.json or a name on the hub; `byte` for bytes."""
     train_vocab_size: int | None = None
-    """Train a tokenizer with this many tokens, instead of `tokenizer_path`."""
+    """The vocabulary size of a tokenizer to train, instead of `tokenizer_path`."""
     column: str = "text"
     """The column or JSON field that holds the text."""
     on_bad_data: Literal["error", "skip"] = "error"
-    """Whether documents that are empty or damaged are an error, or are skipped and counted."""
+    """Whether empty or damaged documents raise an error, or are skipped and counted."""
     max_document_bytes: int | None = 65536
-    """Plain text files that are longer are cut at line ends into several documents."""
+    """Longer plain-text files are split at line ends into several documents."""
     num_workers: int | None = None
-    """Processes that tokenise; `None` for one per CPU core, 0 for none."""
+    """The number of worker processes that tokenise; `None` for one per CPU core, 0 for none."""
 
     def __post_init__(self):
         reasons = {}
@@ -76,9 +76,9 @@ class DataRecipe(ConfigDict):
     train: list[DataConfig]
     """The training set, or several sets that are mixed."""
     weights: list[float] | None = None
-    """The share of tokens of each set, in any unit."""
+    """The relative share of tokens of each set; the weights need not sum to 1."""
     weights_at_steps: dict[int, list[float]] | None = None
-    """Other weights, by the step from which they apply."""
+    """Changed weights, by the step from which they apply."""
     validation: dict[str, DataConfig] = dataclasses.field(default_factory=dict)
     """The validation sets, by name."""
     prepare: PrepareConfig | None = None
@@ -90,23 +90,23 @@ class DataRecipe(ConfigDict):
 
     @property
     def first(self) -> DataConfig:
-        """The first training set, for fields that all sets share."""
+        """The first training set, which stands for all of them in shared fields."""
         return self.train[0]
 
     @property
     def tokenizer_path(self) -> str | None:
-        """The tokenizer in the settings; `None` if the data is not text, or if the manifest of its shards names one."""
+        """The tokenizer named in the settings; `None` if the data is not text or the manifest names the tokenizer."""
         return given_tokenizer(self.first) if isinstance(self.first, TextDataConfig) else None
 
     def named_sets(self) -> dict[str, DataConfig]:
-        """Return all sets, by their places in the settings."""
+        """Return all sets by their keys in the settings."""
         is_mix = len(self.train) > 1
         sets = {f"data.mix.{config.name}" if is_mix else "data": config for config in self.train}
         several = len(self.validation) > 1
         return sets | {f"data.validation.{n}" if several else "data.validation": c for n, c in self.validation.items()}
 
     def in_folder(self, folder: Path) -> "DataRecipe":
-        """Return the recipe with its shards in the folder of a run, unless it sets another folder."""
+        """Return the recipe with its shards placed in the folder of a run, unless it sets another folder."""
         if self.prepare is None or self.prepare.output is not None:
             return self
         prepare = dataclasses.replace(self.prepare, output=folder / PREPARED_FOLDER)
@@ -120,16 +120,16 @@ class DataRecipe(ConfigDict):
 
 
 def read_data(values: Any) -> DataRecipe:
-    """Build the data of a run from its section.
+    """Build the data recipe of a run from the section `data`.
 
-    The section has the fields of a data config, of the class that `data_config_type` names, which apply to all sets;
-    `train` and `validation` with fields for only one of the two; and optionally:
+    The section holds fields of the data config that `data_config_type` names, which apply to all sets, and these keys:
 
-    - `validation: null` for no validation; each mapping below it that is no field itself is a set of that name, and the
-      other fields apply to all of these sets;
-    - `mix`, a mapping from names to fields, for several sets to train on, each with its `weight`;
-    - `mix_at_steps`, a mapping from steps to weights by name;
-    - `prepare`, the fields of a `PrepareConfig`; the sets are then read from its shards.
+    - `train`: fields for training only;
+    - `validation`: fields for validation only; `null` for no validation. Each nested mapping that is not a field itself
+      defines a named validation set, and the other fields apply to all of these sets;
+    - `mix`: a mapping from names to fields, for several training sets, each with its `weight`;
+    - `mix_at_steps`: a mapping from steps to weights by name;
+    - `prepare`: the fields of a `PrepareConfig`; the sets are then read from its shards.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"data: fields of the data are needed, not {values!r}.")
@@ -169,7 +169,7 @@ def read_data(values: Any) -> DataRecipe:
 
 
 def _read_weights(mixed: Mapping[str, dict[str, Any]]) -> dict[str, float]:
-    """Remove the weight of each set from its fields, and return the weights."""
+    """Pop the weight of each set from its fields and return the weights by name."""
     if len(mixed) == 1 and any("weight" in own for own in mixed.values()):
         raise ConfigError(
             f"data.mix.{next(iter(mixed))}.weight has no effect on one set, only on several: leave it out."
@@ -180,11 +180,11 @@ def _read_weights(mixed: Mapping[str, dict[str, Any]]) -> dict[str, float]:
 def _validation_sets(
     validation: Mapping[str, Any] | None, prepare: PrepareConfig | None, common: Mapping[str, Any]
 ) -> dict[str, list[Layer]]:
-    """Return the layers of fields of each validation set, by its name.
+    """Return the layers of fields of each validation set, by name.
 
     Args:
         validation: The section `data.validation`.
-        prepare: The preparation of shards, if the run has one.
+        prepare: The preparation of shards, if any.
         common: The fields that apply to training as well.
     """
     if validation is None:
@@ -205,7 +205,7 @@ def _validation_sets(
 
 
 def _field_names(values: Mapping[str, Any]) -> set[str]:
-    """Return the fields of the class that the settings choose, or of all classes if they choose none."""
+    """Return the field names of the class that the settings select, or of all classes if they select none."""
     kind = values.get("data_config_type")
     classes = KINDS.values() if kind is None else [_find_class(kind)]
     return {field.name for config_class in classes for field in dataclasses.fields(config_class)}

@@ -1,4 +1,4 @@
-"""Refuse data settings without effect, and name the settings to use instead."""
+"""Reject data settings that have no effect, and name the settings to use instead."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,26 +14,26 @@ OF_PREPARED = {
     "max_document_bytes": "data.prepare.max_document_bytes",
     "worker_count": "data.prepare.num_workers",
 }
-"""The settings to use in a run that prepares its data, by the setting that then has no effect."""
+"""The replacements for settings that have no effect in a run that prepares its data, by the name of the setting."""
 
 
 class Layer(NamedTuple):
-    """Fields that apply to some sets; those of an inner layer override those of an outer layer."""
+    """Fields that apply to some sets; an inner layer overrides an outer one."""
 
     name: str
-    """The place of the fields in the settings, such as `data.train`."""
+    """The key of the fields in the settings, such as `data.train`."""
     fields: Mapping[str, Any]
 
 
 class DataSet(NamedTuple):
-    """A data set and the layers of its fields, the outermost first."""
+    """A data set and the layers of its fields, outermost first."""
 
     config: DataConfig
     layers: Sequence[Layer]
 
 
 def check_prepared(layers: Iterable[Layer]) -> None:
-    """Refuse settings that `data.prepare` replaces."""
+    """Reject settings that `data.prepare` replaces."""
     for layer in layers:
         for name, effective in OF_PREPARED.items():
             if layer.fields.get(name) is not None:
@@ -44,7 +44,7 @@ def check_prepared(layers: Iterable[Layer]) -> None:
 
 
 def check_layers(sets: Sequence[DataSet]) -> None:
-    """Refuse settings that no set of a run reads, because inner layers or other settings override them."""
+    """Reject settings that no set of a run reads because inner layers or other settings override them."""
     layers = {layer.name: layer for each in sets for layer in each.layers}
     for layer in layers.values():
         users = [each for each in sets if layer in each.layers]

@@ -1,4 +1,4 @@
-"""The lock on the folder of a run: two processes that train in one would overwrite each other's checkpoints."""
+"""The lock on the folder of a run, without which two processes could overwrite each other's checkpoints."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ LOCK_FILE = ".lock"
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, until the context or the process ends. The first process of a run locks it.
+    """Lock a folder against other runs until the context or the process ends. Only the first process of a run locks it.
 
-    Where the system or the file system has no locks, nothing is locked.
+    On systems and file systems without locks, this does nothing.
     """
     if jax.process_index() != 0:
         yield

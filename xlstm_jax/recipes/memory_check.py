@@ -1,4 +1,4 @@
-"""Refuse runs whose state or batch cannot fit: their sizes are known before anything is made."""
+"""Reject runs whose state or batch cannot fit into memory, from shapes alone, before anything is allocated."""
 
 import logging
 import math
@@ -23,7 +23,8 @@ LOGGER = logging.getLogger(__name__)
 
 GIB = 2**30
 COPIES = 8
-"""No optimizer keeps so many numbers for each parameter: below its share of memory, a state need not be counted."""
+"""An upper bound on the values that an optimizer stores per parameter. If the parameters need less than 1/8 of the
+memory, the state is not computed exactly."""
 
 
 def check_memory(config: RunConfig, mesh: Mesh) -> None:
@@ -31,10 +32,10 @@ def check_memory(config: RunConfig, mesh: Mesh) -> None:
 
     Args:
         config: The run.
-        mesh: Its devices. CPU devices of a process share the memory of the machine.
+        mesh: The devices of the run. CPU devices of a process share the memory of the machine.
 
     Raises:
-        ConfigError: It does not fit; the message names the settings.
+        ConfigError: The state or the batch does not fit; the message names the settings to change.
     """
     limit = _memory_of_device(mesh)
     if limit is None:
@@ -63,9 +64,9 @@ def check_memory(config: RunConfig, mesh: Mesh) -> None:
 
 
 def warn_of_step_memory(compiled: CompiledMemory, mesh: Mesh) -> None:
-    """Log a warning if a compiled step needs more memory than CPU devices have, which swap or are killed at run time.
+    """Log a warning if a compiled step needs more memory than CPU devices have: the run may swap or be killed.
 
-    The limit of an accelerator is enforced when the step is compiled; what a CPU compiler reports is an estimate.
+    For an accelerator, the limit is enforced after compilation; the figure of the CPU compiler is only an estimate.
     """
     if mesh.local_devices[0].platform == "cpu" and compiled.peak > (limit := _memory_of_device(mesh) or math.inf):
         LOGGER.warning(
@@ -84,7 +85,7 @@ def _memory_of_device(mesh: Mesh) -> int | None:
 
 
 def _least_parameter_bytes(model: ModelConfig, mesh: Mesh) -> int:
-    """Return the bytes of parameters on a device if every axis that can splits all of them."""
+    """Return a lower bound on the bytes of parameters per device: all of them sharded over every possible axis."""
     parallel, shape = model.parallel, cast(LanguageModelConfig, model.model_config)
     num_parts = mesh.shape[parallel.fsdp_axis_name] * mesh.shape[parallel.model_axis_name]
     num_parts *= mesh.shape[parallel.pipeline_axis_name]

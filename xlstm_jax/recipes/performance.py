@@ -1,8 +1,9 @@
-"""Resolve `performance: auto`: from the settings of a run and its devices to plain values that are kept with the run.
+"""Resolve `performance: auto` to concrete settings for the devices of a run, and save them with the run.
 
-`auto` chooses only settings that trade memory for speed, and only those that nothing else sets: no recipe, no file and
-no word of the command line. The choice is made by formula (`planning.performance`), checked when the step has
-been compiled, and replaced by the next one if the step does not fit. A resumed run keeps the choice of its first start.
+`auto` chooses only settings that trade memory for speed, and only if neither a recipe nor a file nor the command line
+sets them. The choice is made by formula (`planning.performance`), checked against the compiled step, and replaced by
+the next-best one if the step does not fit. A resumed run keeps the choice of its first start, unless its devices,
+model, batch or fixed settings changed.
 """
 
 import dataclasses
@@ -36,26 +37,26 @@ from xlstm_jax.utils.files import write_atomically
 LOGGER = logging.getLogger(__name__)
 
 PERFORMANCE_FILE = "performance.json"
-"""Where a run keeps what was chosen for it, and why."""
+"""The file in a run's folder that stores the choice and its reason."""
 UNKNOWN_GPU = "a100-80"
-"""Whose rates stand for those of a device that is in no table: only the order of choices depends on them."""
+"""The GPU whose rates are used for unknown devices; only the order of choices depends on them."""
 OUT_OF_MEMORY_FACTOR = 1.1
-"""By how much a step that ran out of memory is taken to exceed its estimate."""
+"""The assumed ratio of needed to estimated memory for a step that ran out of memory."""
 UNREPORTED_SHARE = 0.9
-"""Of the memory in the data sheet, taken as the limit where the device reports none."""
+"""The share of the data sheet's memory that is used as the limit if the device reports none."""
 HOPELESS = 1.05
-"""A run whose smallest estimate exceeds the memory by this factor is refused without compiling it."""
+"""A run whose smallest estimate exceeds the memory by this factor is rejected without compiling it."""
 GIB = 2**30
 
 
 class Devices(NamedTuple):
-    """What a choice depends on beside the settings."""
+    """The devices of a run, as far as a choice depends on them."""
 
     platform: str
     kind: str
     axis_sizes: dict[str, int]
     memory_limit: int | None
-    """Bytes on each; `None` if unknown."""
+    """Bytes per device; `None` if unknown."""
 
     @property
     def num_devices(self) -> int:
@@ -64,30 +65,30 @@ class Devices(NamedTuple):
 
     @property
     def accelerator(self) -> Accelerator:
-        """Their rates, or those of a GPU that stands for it."""
+        """The rates of the devices, or those of `UNKNOWN_GPU`."""
         return of_device_kind(self.kind) or find_accelerator(UNKNOWN_GPU)
 
 
 @dataclasses.dataclass(frozen=True)
 class Performance:
-    """What was chosen for a run, and why."""
+    """The choice for a run, and its reason."""
 
     settings: dict[str, Any]
-    """The chosen settings by name; none if the settings of the run are taken as they are."""
+    """The chosen settings by name; empty if the settings of the run are used unchanged."""
     reason: str
-    """For the header and the log."""
+    """The reason, for the header and the log."""
     memory_limit: int | None = None
-    """Bytes that JAX may allocate on a device."""
+    """Bytes that JAX may allocate per device."""
     estimate: int | None = None
-    """Bytes that the step is expected to need."""
+    """Estimated bytes that the step needs."""
 
     @property
     def is_chosen(self) -> bool:
-        """Whether another choice may take its place."""
+        """Whether `auto` made a choice, so that another one can replace it."""
         return bool(self.settings)
 
     def apply(self, config: RunConfig) -> RunConfig:
-        """Return the config of a run with what was chosen."""
+        """Return the config of a run with the choice applied."""
         model = {name: self.settings[name] for name in MODEL_SETTINGS if name in self.settings}
         trainer = {name: self.settings[name] for name in TRAINER_SETTINGS if name in self.settings}
         shape: Any = config.model.model_config
@@ -101,15 +102,15 @@ class Performance:
 
 
 def describe_devices(mesh: Mesh) -> Devices:
-    """Describe the devices of a mesh; the memory is that of this process's first one."""
+    """Describe the devices of a mesh; the memory is that of this process's first device."""
     device = mesh.local_devices[0]
     return Devices(device.platform, device.device_kind, dict(mesh.shape), usable_memory(device))
 
 
 def usable_memory(device: Any) -> int | None:
-    """Return the bytes of a device that JAX may allocate: what the device reports, or most of what its data sheet says.
+    """Return the bytes that JAX may allocate on a device: the reported limit, else most of the data sheet's memory.
 
-    Some allocators report nothing. `None` if the device is in no table either.
+    Some allocators report no limit. `None` if the device is unknown too.
     """
     limit, accelerator = memory_limit(device), of_device_kind(device.device_kind)
     if limit is None and accelerator is not None:
@@ -118,7 +119,7 @@ def usable_memory(device: Any) -> int | None:
 
 
 def planned_devices(accelerator: Accelerator, axis_sizes: Mapping[str, int]) -> Devices:
-    """Describe devices that are not there; JAX may use about as much of a GPU as its data sheet gives it."""
+    """Describe devices that this machine does not have, with the memory of their data sheet as the limit."""
     if not accelerator.device_kinds:
         return Devices("cpu", accelerator.name, dict(axis_sizes), None)
     platform = "gpu" if accelerator.is_gpu else "tpu"
@@ -128,19 +129,19 @@ def planned_devices(accelerator: Accelerator, axis_sizes: Mapping[str, int]) -> 
 def resolve_performance(
     config: RunConfig, settings: Mapping[str, Any], devices: Devices, folder: Path | None
 ) -> Performance:
-    """Choose what `performance: auto` leaves open; the first process decides for all.
+    """Resolve `performance: auto` to settings; the first process decides for all.
 
     Args:
-        config: The run as its settings describe it.
-        settings: These settings, with all references resolved: what is among them is never changed.
-        devices: Where the run trains.
-        folder: Where the run is kept, with the choice of an earlier start; `None` for a plan.
+        config: The run as built from its settings.
+        settings: The settings with all references resolved; those that are given are never changed.
+        devices: The devices of the run.
+        folder: The folder of the run, which may hold the choice of an earlier start; `None` for a plan.
 
     Returns:
-        The choice. It is kept in the folder.
+        The choice, which is also saved in the folder.
 
     Raises:
-        ConfigError: If no choice fits into the memory of the devices.
+        ConfigError: No choice fits into the memory of the devices.
     """
     if why_not := _why_not_auto(config, devices):
         return Performance({}, why_not, devices.memory_limit)
@@ -158,7 +159,7 @@ def resolve_performance(
 
 
 def given_settings(settings: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
-    """Return those among the settings of a run that `auto` would choose, by name."""
+    """Return the given settings that `auto` would choose otherwise, by name."""
     given = {}
     for section, names, values in (
         ("model", MODEL_SETTINGS, config.model.model_config),
@@ -172,7 +173,7 @@ def given_settings(settings: Mapping[str, Any], config: RunConfig) -> dict[str, 
 
 
 def reject(folder: Path, performance: Performance, error: StepDoesNotFitError) -> None:
-    """Keep that a choice does not fit, so that the next `resolve_performance` makes another one."""
+    """Record that a choice does not fit, so that the next `resolve_performance` makes another one."""
     LOGGER.warning("%s Trying the next choice of performance: auto, as %s did not fit.", error, performance.reason)
     if jax.process_index() == 0:
         kept = _read(folder)
@@ -182,7 +183,7 @@ def reject(folder: Path, performance: Performance, error: StepDoesNotFitError) -
 
 
 def _why_not_auto(config: RunConfig, devices: Devices) -> str | None:
-    """Return why the settings of a run are taken as they are, or `None`."""
+    """Return why `auto` does not apply and the settings of a run are used unchanged; `None` if it applies."""
     if config.performance == "manual":
         return "as set (performance: manual)"
     if not isinstance(config.model.model_config, LanguageModelConfig):
@@ -209,7 +210,7 @@ def _choose(config: RunConfig, given: Mapping[str, Any], devices: Devices, folde
     }
     made_for = json.loads(json.dumps(made_for, default=str))
     kept = {} if folder is None else _read(folder)
-    # Choices of earlier versions do not name their model.
+    # Files of earlier versions do not store the model.
     is_same = bool(kept) and {"model": made_for["model"]} | kept["made_for"] == made_for
     rejected = kept.get("rejected", []) if is_same else []
     if is_same and kept["settings"] not in [each["settings"] for each in rejected]:
@@ -220,7 +221,7 @@ def _choose(config: RunConfig, given: Mapping[str, Any], devices: Devices, folde
     try:
         best = _best(config, given, devices, rejected)
     except ConfigError:
-        if rejected and folder is not None:  # The next start may find more memory, so it tries all choices again.
+        if rejected and folder is not None:  # More memory may be free at the next start, so it tries all choices again.
             (folder / PERFORMANCE_FILE).unlink()
         raise
     free = [name for name in best.settings if name not in given]
@@ -233,7 +234,7 @@ def _choose(config: RunConfig, given: Mapping[str, Any], devices: Devices, folde
 
 
 def _describe_model(shape: Any) -> dict[str, Any]:
-    """Return the fields of a model's config that its memory depends on, apart from those that are chosen."""
+    """Return the fields of a model's config that its memory depends on, without those that `auto` chooses."""
     return {
         field.name: getattr(shape, field.name)
         for field in dataclasses.fields(shape)
@@ -253,13 +254,13 @@ def _best(config: RunConfig, given: Mapping[str, Any], devices: Devices, rejecte
     )
     tried = [each["settings"] for each in rejected]
     left = [choice for choice in choices if not any(_agrees(choice, settings) for settings in tried)]
-    # A step that needed more than its estimate says how far the others may be off.
+    # Scale the other estimates by the worst ratio of needed to estimated memory seen so far.
     excess = max([1.0, *(each["needed"] / each["estimate"] for each in rejected if each["estimate"])])
     if fits := fitting(left, int(limit / excess)):
         return fits[0]
     smallest = min(left, key=lambda choice: choice.memory, default=None)
     if smallest is not None and smallest.memory * excess <= HOPELESS * limit:
-        return smallest  # The estimate may be too high: its compiled step decides.
+        return smallest  # The estimate may be too high: the compiled step decides.
     raise ConfigError(_describe_misfit(config, given, devices, choices, excess))
 
 
@@ -270,7 +271,7 @@ def _agrees(choice: Choice, settings: Mapping[str, Any]) -> bool:
 def _describe_misfit(
     config: RunConfig, given: Mapping[str, Any], devices: Devices, choices: list[Choice], excess: float
 ) -> str:
-    """Say what does not fit, and what would."""
+    """Return a message on what does not fit and which settings would."""
     limit = int((devices.memory_limit or 0) / excess)
     usable = f"the {USABLE_SHARE * (devices.memory_limit or 0) / GIB:.1f} GiB that a step may take on {devices.kind}"
     what = (

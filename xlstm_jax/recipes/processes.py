@@ -1,4 +1,4 @@
-"""What the processes of a run agree on: the first decides, the others follow."""
+"""Agreement between the processes of a run: the first one decides and broadcasts."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 
 def from_first_process(decide: Callable[[], Any]) -> Any:
-    """Return in all processes what a function returns in the first one, if JSON can hold it."""
+    """Call a function in the first process and return its result, which has to be JSON-serialisable, in all."""
     if jax.process_count() == 1:
         return decide()
     text = json.dumps(decide()).encode() if jax.process_index() == 0 else b""

@@ -1,4 +1,4 @@
-"""A run that is rejected before anything was made for it leaves no folder behind."""
+"""Cleanup of the folder of a run that is rejected before it has started."""
 
 import contextlib
 import shutil
@@ -12,10 +12,10 @@ from xlstm_jax.recipes.lock import LOCK_FILE
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a run.
+    """Create the folder of a run.
 
     Raises:
-        ConfigError: It cannot be made there.
+        ConfigError: The folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -24,9 +24,10 @@ def make_folder(folder: Path) -> None:
 
 
 class RejectedFolder:
-    """Removes the folder of a new run if an error ends the context before `keep` is called.
+    """A context that removes the folder of a new run if an error ends it before `keep` is called.
 
-    Ctrl-C is no error: a run that was interrupted can be resumed. What others have put into the folder stays.
+    Ctrl-C does not count as an error, as an interrupted run can be resumed. Files that existed before `own` was called
+    are never removed.
 
     Args:
         folder: The folder of the run.
@@ -37,11 +38,11 @@ class RejectedFolder:
         self._before: set[Path] | None = None
 
     def own(self) -> None:
-        """Take what is added from now on as part of the run; the folder is locked."""
+        """Treat all files added from now on as part of the run; call it when the folder is locked."""
         self._before = set(self._folder.iterdir()) - {self._folder / LOCK_FILE}
 
     def keep(self) -> None:
-        """Keep what is there: it is of use to a run that is resumed."""
+        """Keep the files, as a resumed run can use them."""
         self._before = None
 
     def __enter__(self) -> "RejectedFolder":
@@ -59,4 +60,4 @@ class RejectedFolder:
         around = [folder for folder in self._folder.parents if folder != here and folder.is_relative_to(here)]
         with contextlib.suppress(OSError):
             for folder in (self._folder, *around):
-                folder.rmdir()  # Fails where the folder is not empty.
+                folder.rmdir()  # Fails if the folder is not empty.

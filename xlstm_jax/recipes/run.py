@@ -1,4 +1,4 @@
-"""From the config of a run and its folder to a trained model."""
+"""Open a run in its folder, from settings to a trainer that is ready to train."""
 
 import contextlib
 import dataclasses
@@ -45,14 +45,13 @@ from xlstm_jax.utils.startup import STARTUP
 
 LOGGER = logging.getLogger(__name__)
 
-"""The settings of a run."""
 HYDRA_FOLDER = ".hydra"
 COMPOSED_FILE = f"{HYDRA_FOLDER}/config.yaml"
-"""The same with references between them, as Hydra keeps them: what follows from a setting changes with it."""
+"""The settings of a run with unresolved references, so that on resume derived settings follow a changed one."""
 MEASURED_BYTES = 8 * 2**20
-"""How much validation text is measured; only a set that is smaller is compared with compressors."""
+"""The maximum amount of validation text to measure; only smaller sets are compared with compressors."""
 PRIMING_BYTES = 16 * 2**20
-"""A compressor reads the training text first if there is no more of it: xz takes 0.4 s for each MiB, twice."""
+"""The maximum training text for priming a compressor before validation text: xz takes 0.4 s per MiB, twice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,19 +64,19 @@ class Run:
     train_loader: DataIterator
     val_loader: DataIterator | dict[str, DataIterator] | None
     validation_text: TextMeasures | None
-    """How large the validation set is, and what compressors make of it, if it is text."""
+    """Sizes of the validation text and its bits per byte under compressors; `None` if it is not text."""
     performance: Performance
-    """What `performance: auto` has chosen; it is part of the config."""
+    """The choice of `performance: auto`, which is already applied to the config."""
     initialised_from: str | None
-    """What was loaded from another run, and from which step; `None` if nothing was."""
+    """What was loaded from another run, and from which step; `None` if nothing was loaded."""
     lock: contextlib.ExitStack
-    """Keeps other processes out of the folder until training has ended."""
+    """The lock on the folder, held until training has ended."""
 
     def compile(self) -> None:
         """Compile the training step ahead of time.
 
         Raises:
-            StepDoesNotFitError: If it needs more memory than a device has.
+            StepDoesNotFitError: The step needs more memory than a device has.
         """
         memory, limit = self.trainer.compile_train_step(), self.performance.memory_limit
         if memory is not None and limit is not None and memory.peak > limit:
@@ -86,10 +85,10 @@ class Run:
             warn_of_step_memory(memory, self.trainer.mesh)
 
     def close_without_room(self, error: StepDoesNotFitError) -> None:
-        """Let go of the folder and the devices, so that the run can be opened again with less need of memory.
+        """Release the folder and the devices, so that the run can be opened again with settings that need less memory.
 
         Raises:
-            ConfigError: If no setting of the run was chosen for it, so there is no other choice.
+            ConfigError: `performance: auto` chose no setting, so there is no other choice to try.
         """
         self.lock.close()
         if not self.performance.is_chosen:
@@ -98,12 +97,12 @@ class Run:
                 "trainer.gradient_accumulate_steps or a smaller batch_size; performance=auto chooses what is not set."
             ) from error
         if jax.process_count() > 1 and error.needed is None:
-            raise error  # Other processes may wait for this one: only a new start can choose again.
+            raise error  # Other processes may wait for this one: only a restart can choose again.
         reject(self.folder, self.performance, error)
         self.trainer.state = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def train(self) -> dict[str, Any]:
-        """Train to the end, from wherever the run is, and return the metrics of each evaluation."""
+        """Train from the current step to the end and return the metrics of each evaluation."""
         with self.lock:
             return self.trainer.train_model(
                 self.train_loader,
@@ -123,11 +122,11 @@ def open_run(
     """Prepare the data of a run, build its trainer, and resume from its newest valid checkpoint if it has one.
 
     Args:
-        settings: The settings of the run, as they were composed. Its folder keeps them: those of a new run at once,
-            other ones of an old run when all else has worked.
-        folder: Where the run is kept.
-        notes: What Hydra has to say about this start, by the names of its files.
-        step: The step of another checkpoint to resume from.
+        settings: The composed settings of the run. They are saved in its folder: immediately for a new run, and for an
+            existing run once everything else has succeeded.
+        folder: The folder of the run.
+        notes: Hydra's records of this launch: file name to content.
+        step: The step of the checkpoint to resume from, if not the newest valid one.
         config: The config of the run, if it has been built already.
 
     Returns:
@@ -137,7 +136,7 @@ def open_run(
     with contextlib.ExitStack() as lock, RejectedFolder(folder) as rejected:
         config = config or build_run(plain)
         STARTUP.end("settings")
-        mesh = initialize_mesh(config.model.parallel)  # Processes find each other here, before anything is written.
+        mesh = initialize_mesh(config.model.parallel)  # Initialises distributed JAX, before anything is written.
         enable_compilation_cache()
         check_memory(config, mesh)
         STARTUP.end("devices")
@@ -145,13 +144,13 @@ def open_run(
         lock.enter_context(locked(folder))
         if not (folder / CONFIG_FILE).is_file():
             rejected.own()
-            write_settings(settings, folder, notes)  # A run that is killed while it prepares its data can be resumed.
+            write_settings(settings, folder, notes)  # A run killed while it prepares its data can be resumed.
         performance = resolve_performance(config, plain, describe_devices(mesh), folder)
         config = performance.apply(config)
         data = config.data.in_folder(folder)
         if data.prepare is not None:
             prepare_data(data)
-            rejected.keep()  # The shards can be used by a run that is resumed with other settings.
+            rejected.keep()  # A run resumed with other settings can reuse the shards.
         measures = _measure_validation(data, config.trainer.bytes_per_token)
         config = dataclasses.replace(config, data=data, trainer=_complete_trainer(config, data, folder, measures))
         STARTUP.end("data")
@@ -176,7 +175,7 @@ def open_run(
 
 
 def prepare_data(data: DataRecipe) -> None:
-    """Write the shards of a run, unless they are there; the first process does it for all."""
+    """Write the shards of a run unless they exist; only the first process writes them."""
     options = data.prepare
     if options is None:
         return
@@ -186,7 +185,7 @@ def prepare_data(data: DataRecipe) -> None:
 
 
 def write_settings(settings: Mapping[str, Any], folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-    """Keep the settings of a run in its folder: as they were composed, and with all references resolved."""
+    """Save the settings of a run in its folder, as composed and with all references resolved."""
     if jax.process_index() == 0:
         files = {f"{HYDRA_FOLDER}/{name}": content for name, content in (notes or {}).items()}
         files |= {COMPOSED_FILE: dict(settings), CONFIG_FILE: resolved(settings)}
@@ -195,7 +194,7 @@ def write_settings(settings: Mapping[str, Any], folder: Path, notes: Mapping[str
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run as they were composed."""
+    """Return the settings of a run as composed, with unresolved references if they were saved."""
     file = next((folder / name for name in (COMPOSED_FILE, CONFIG_FILE) if (folder / name).is_file()), None)
     if file is None:
         raise ConfigError(
@@ -211,12 +210,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is that of a run that `xlstm-jax train` has started."""
+    """Return whether a folder belongs to a run started by `xlstm-jax train`."""
     return (folder / CONFIG_FILE).is_file() and folder.name not in (HYDRA_FOLDER, "file_logs")
 
 
 def find_latest(outputs: Path) -> Path:
-    """Return the folder of the run in or below `outputs` that was active last; those with checkpoints come first."""
+    """Return the folder of the most recently active run in or below `outputs`; prefer runs with checkpoints."""
     found = [path.parent for path in outputs.rglob(CONFIG_FILE) if is_run(path.parent)]
     if not found:
         raise ConfigError(f"There is no run in {outputs} or below it (no {CONFIG_FILE}): give the folder of a run.")
@@ -231,7 +230,7 @@ def _last_sign_of_life(folder: Path) -> float:
 
 @contextlib.contextmanager
 def _first_process_only() -> Iterator[bool]:
-    """Let the other processes wait until the first has done its part."""
+    """Yield whether this is the first process; at the end, the other processes wait for it."""
     is_first = jax.process_index() == 0
     yield is_first
     if jax.process_count() > 1:
@@ -239,9 +238,9 @@ def _first_process_only() -> Iterator[bool]:
 
 
 def _measure_validation(data: DataRecipe, bytes_per_token: float | None) -> TextMeasures | None:
-    """Measure the text that is validated on: the only set of that kind, and all of it.
+    """Measure the validation text, if there is exactly one validation set and it is text.
 
-    That takes the tokenizer of shards; only where the bytes of a token are given, a run can do without.
+    Measuring shards needs their tokenizer; a run without it has to set `bytes_per_token`.
     """
     sets = list(data.validation.values())
     if len(sets) != 1 or not isinstance(sets[0], TextDataConfig):
@@ -259,7 +258,7 @@ def _measure_validation(data: DataRecipe, bytes_per_token: float | None) -> Text
 
 
 def _complete_trainer(config: RunConfig, data: DataRecipe, folder: Path, measures: TextMeasures | None) -> Any:
-    """Put in what follows from the folder and the data, wherever it is not set."""
+    """Return the trainer config with unset fields filled in from the folder and the data."""
     trainer = config.trainer
     references = measures.compressors if measures else {}
     logger = trainer.logger or LoggerConfig()
@@ -273,7 +272,7 @@ def _complete_trainer(config: RunConfig, data: DataRecipe, folder: Path, measure
         elif isinstance(callback, RunReportConfig) and not callback.references:
             callback = dataclasses.replace(callback, references=references)
         callbacks.append(callback)
-    callbacks.sort(key=lambda callback: isinstance(callback, RunReportConfig))  # It shows what the others have written.
+    callbacks.sort(key=lambda callback: isinstance(callback, RunReportConfig))  # It shows files of other callbacks.
     return dataclasses.replace(
         trainer,
         logger=dataclasses.replace(logger, log_path=logger.log_path or folder, log_tools=tools),
@@ -283,7 +282,7 @@ def _complete_trainer(config: RunConfig, data: DataRecipe, folder: Path, measure
 
 
 def _with_tokenizer(callback: TextSamplesConfig, vocabulary: Vocabulary | None) -> TextSamplesConfig:
-    """Let samples speak the language of the data, if it is text, and end where documents end."""
+    """Set the tokenizer and the end-of-document token of text samples from the data's vocabulary, if it is text."""
     if vocabulary is None or vocabulary.encoder is None:
         return callback
     end = vocabulary.load_tokenizer().eos_token_id
@@ -308,7 +307,7 @@ def _open_loaders(data: DataRecipe, mesh: Mesh) -> tuple[DataIterator, Any]:
 
 
 def _check_monitored(trainer: LLMTrainer, val_loader: Any) -> None:
-    """Refuse to monitor a metric that no validation will report, before the training."""
+    """Raise a `ConfigError` before training if a callback monitors a metric that validation does not report."""
     callbacks = [each for each in trainer.trainer_config.callbacks if getattr(each, "monitor", None) is not None]
     if val_loader is None or not callbacks:
         return

@@ -1,4 +1,4 @@
-"""All that a run is made of, from one tree of plain settings."""
+"""The config of a whole run, built from one tree of plain settings."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.optimizer import OptimizerConfig
 
 VOCABULARY_MULTIPLE = 64
-"""To what a vocabulary is rounded up that the tokenizer decides on: matrices of such sizes are fast."""
+"""The multiple to which a vocabulary size derived from the tokenizer is rounded up, for fast matmuls."""
 
 SECTIONS = {
     "parallel": ("model", "parallel"),
@@ -28,7 +28,7 @@ SECTIONS = {
     "logger": ("trainer", "logger"),
     "callbacks": ("trainer", "callbacks"),
 }
-"""Groups of settings that are fields of another group's config."""
+"""Groups of settings that are nested in another group's config: (group, field)."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,22 +36,22 @@ class RunConfig(ConfigDict):
     """A training run."""
 
     name: str
-    """What the run is called; its folder is `outputs/<name>/<time>` unless another one is given."""
+    """The name of the run; its folder is `outputs/<name>/<time>` unless `hydra.run.dir` is set."""
     batch_size: int
-    """The rows of a batch, over all devices."""
+    """Rows per batch, over all devices."""
     context_length: int
-    """The tokens of a row."""
+    """Tokens per row."""
     num_train_steps: int | None = None
-    """How long to train, in optimizer steps; give this or `num_epochs`."""
+    """The length of training in optimizer steps; set this or `num_epochs`."""
     num_epochs: int | None = None
-    """How long to train, in epochs; give this or `num_train_steps`."""
+    """The length of training in epochs; set this or `num_train_steps`."""
     init_from: Path | None = None
-    """The folder of a run whose parameters this one starts from."""
+    """The folder of a run from whose parameters this run starts."""
     init_optimizer: bool = False
-    """Whether to take over its optimizer state and its step too."""
+    """Whether to also load the optimizer state and the step of the run in `init_from`."""
     performance: Literal["auto", "manual"] = "auto"
-    """`auto` chooses remat, kept logits, loss chunks, scanned or unrolled blocks and gradient accumulation, where they
-    are not set, for the memory of the devices; `manual` takes all settings as they are."""
+    """`auto` chooses remat, kept logits, loss chunks, scanned or unrolled blocks and gradient accumulation for the
+    memory of the devices, unless they are set; `manual` uses all settings unchanged."""
     model: ModelConfig
     """The model."""
     data: DataRecipe
@@ -59,10 +59,10 @@ class RunConfig(ConfigDict):
     optimizer: OptimizerConfig
     """The optimizer and its learning rate schedule."""
     trainer: LLMTrainerConfig
-    """How the run trains, validates, logs and calls back."""
+    """Training, validation, logging and callbacks."""
 
     def setup(self, num_devices: int) -> Setup:
-        """Return what a plan of this run on so many devices is made for."""
+        """Return the planning setup of this run on `num_devices` devices."""
         return Setup(
             trainer=self.trainer,
             model=self.model,
@@ -73,7 +73,7 @@ class RunConfig(ConfigDict):
         )
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
-        """Yield the configs that say which of their fields have no effect, with their places among the settings."""
+        """Yield the configs that report fields without effect, with their keys in the settings."""
         yield "parallel", self.model.parallel
         yield "optimizer", self.optimizer
         yield "scheduler", self.optimizer.scheduler
@@ -104,9 +104,9 @@ class RunConfig(ConfigDict):
 
 
 def check_lengths(settings: Mapping[str, Any]) -> None:
-    """Refuse a wrong length of the run, of its batches or of their rows by its own name.
+    """Reject invalid lengths of the run, batches or rows.
 
-    Other settings refer to these: without this check, errors would name those.
+    Other settings refer to these: without this check, errors would name the referring settings instead.
 
     Args:
         settings: The fields of a `RunConfig`.
@@ -127,15 +127,15 @@ def build_run(values: Mapping[str, Any]) -> RunConfig:
     """Build a run from plain settings.
 
     Args:
-        values: The fields of `RunConfig`, with the groups of `SECTIONS` beside those that they belong to. `model` has a
-            `model_class` and the fields of its config; without a `vocab_size` the tokenizer decides on it. For `data`
+        values: The fields of `RunConfig` and, at the same level, the groups of `SECTIONS`. `model` has a `model_class`
+            and the fields of its config; without a `vocab_size`, the size is derived from the tokenizer. For `data`,
             see `read_data`.
 
     Returns:
         The config.
 
     Raises:
-        ConfigError: Something is wrong; a line for each mistake.
+        ConfigError: A setting is invalid; the message has a line for each mistake.
     """
     known = [*(field.name for field in dataclasses.fields(RunConfig)), *SECTIONS]
     for name in values:
@@ -164,7 +164,7 @@ def build_run(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
-    """Return what an unknown name at the top was probably meant to be, or all names that are known there."""
+    """Return a suggestion for an unknown top-level name, or a list of all known names."""
     from xlstm_jax.recipes.sections import suggest_key  # which imports every callback and logger
 
     return suggest_key(name) or nearest(name, [*known, "experiment", "launcher"]) or f" There are: {', '.join(known)}."
@@ -180,7 +180,7 @@ def _move_into(merged: dict[str, Any], section: str, owner: str, field: str) -> 
 
 
 def _as_written(line: str) -> str:
-    """Name a group by its place among the settings, not among the configs."""
+    """Replace the config path of a group at the start of an error line with its key in the settings."""
     for section, path in SECTIONS.items():
         prefix = ".".join(path)
         if line.startswith((f"{prefix}.", f"{prefix}:", f"{prefix} ")):
@@ -203,7 +203,7 @@ def _read_model(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _find_vocab_size(data: DataRecipe) -> int:
-    """Return the size of the vocabulary that the data has, rounded up."""
+    """Return the vocabulary size of the data, rounded up."""
     if data.prepare is not None:
         vocabulary = _vocabulary_to_prepare(data.prepare)
     else:
@@ -217,9 +217,9 @@ def _find_vocab_size(data: DataRecipe) -> int:
 
 
 def _check_vocabularies(data: DataRecipe, num_ids: int | None) -> None:
-    """Raise if the data does not fit the model, as far as that shows before anything is made for the run.
+    """Raise if the vocabulary of the data does not fit the model, as far as this is known offline.
 
-    Where the hub has to be asked or shards are still to be prepared, it shows when the run is opened.
+    Tokenizers on the hub and shards that are not prepared yet are checked when the run is opened.
     """
     prepare, vocabularies = data.prepare, {}
     if prepare is None:
@@ -233,7 +233,7 @@ def _check_vocabularies(data: DataRecipe, num_ids: int | None) -> None:
 
 
 def _vocabulary_to_prepare(prepare: PrepareConfig) -> Vocabulary:
-    """Return the vocabulary that texts will be prepared with."""
+    """Return the vocabulary with which text will be prepared."""
     if prepare.train_vocab_size is not None:
         return Vocabulary(prepare.train_vocab_size, "data.prepare.train_vocab_size")
     with _named("data.prepare"):
@@ -242,7 +242,7 @@ def _vocabulary_to_prepare(prepare: PrepareConfig) -> Vocabulary:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Name the set in what is wrong with one of its fields."""
+    """Prefix errors with the name of a data set."""
     try:
         yield
     except ConfigError as error:

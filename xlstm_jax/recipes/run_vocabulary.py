@@ -1,4 +1,4 @@
-"""The vocabulary of a run, kept in its folder: which token ids the model was trained on, and by which tokenizer."""
+"""The vocabulary file of a run: its token ids and its tokenizer, saved in the folder of the run."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ VOCABULARY_FILE = "vocabulary.json"
 
 
 def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> None:
-    """Write the vocabulary of a run; the path of a local tokenizer is kept as an absolute one."""
+    """Save the vocabulary of a run; the path of a local tokenizer becomes absolute."""
     encoder = vocabulary.encoder
     path = None if encoder is None else encoder.tokenizer_path
     content = {

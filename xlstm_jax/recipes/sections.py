@@ -1,4 +1,4 @@
-"""The configs that the settings of a run are fields of, and their places among the settings."""
+"""The config classes behind the settings of a run, and their keys in the settings."""
 
 import dataclasses
 import functools
@@ -30,16 +30,16 @@ PACKAGES = (xlstm_jax.trainer.callbacks, xlstm_jax.trainer.logger, xlstm_jax.tra
 
 
 class Part(NamedTuple):
-    """A config among the settings."""
+    """A config class with its place in the settings."""
 
     group: str
     prefix: str
-    """Its place among the settings."""
+    """The key of the config in the settings, such as `data.prepare`."""
     config_class: Any
     without: tuple[str, ...] = ()
-    """Fields that are not set there."""
+    """Fields that are set elsewhere."""
     condition: str = ""
-    """The choice without which the config does not exist."""
+    """The choice that the config depends on."""
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def config_parts() -> tuple[Part, ...]:
 
 
 def suggest_key(name: str) -> str:
-    """Return a question that suggests the settings whose last word is a name; empty if there is none."""
+    """Return a question that suggests the settings whose last part is `name`; empty if there is none."""
     keys = dict.fromkeys(
         f"{part.prefix}.{field.name}"
         for part in config_parts()
@@ -72,7 +72,7 @@ def suggest_key(name: str) -> str:
 
 
 def flat_keys(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield all settings below a prefix, at every depth, with their values."""
+    """Yield the dotted keys and values of all nested settings, at every depth."""
     for name, value in values.items():
         key = f"{prefix}.{name}".lstrip(".")
         yield key, value
@@ -81,7 +81,7 @@ def flat_keys(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any
 
 
 def _named_parts(group: str, prefix: str, base: type) -> Iterator[Part]:
-    """Yield the configs of a list that the settings keep by name: as the packaged choices call them, else `NAME`."""
+    """Yield the configs of a list whose entries are named: by the names in the packaged choices, else `NAME`."""
     names = {
         resolve_import(value): key.removesuffix(f".{TARGET}")
         for file in choice_files()[group].values()
@@ -94,7 +94,7 @@ def _named_parts(group: str, prefix: str, base: type) -> Iterator[Part]:
 
 
 def _heirs(base: type) -> list[type]:
-    """Return all packaged classes that inherit from a config, by name."""
+    """Return all packaged subclasses of a config, sorted by name."""
     for package in PACKAGES:
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")

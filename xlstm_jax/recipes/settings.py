@@ -1,4 +1,4 @@
-"""Every setting of a run, with its type, its default, its description and the packaged choices that set it."""
+"""All settings of a run with type, default, description and the packaged choices that set them."""
 
 import ast
 import collections.abc
@@ -21,16 +21,16 @@ from xlstm_jax.recipes.run_config import RunConfig
 from xlstm_jax.recipes.sections import Part, config_parts, flat_keys, suggest_key
 
 RUN = "run"
-"""The name of the settings that belong to no group."""
+"""The name for settings outside any group."""
 
 
 class Setting(NamedTuple):
-    """A setting that a command line or a recipe can change."""
+    """A setting that the command line or a recipe can override."""
 
     key: str
-    """Its name, such as `scheduler.lr`."""
+    """The dotted name, such as `scheduler.lr`."""
     config: str
-    """The config that it is a field of, with what has to be chosen for it to exist."""
+    """The config class of the field, with the choice that it depends on."""
     type: str
     default: str
     description: str
@@ -50,7 +50,7 @@ def list_settings() -> list[Setting]:
 
 @functools.cache
 def settings_by_group() -> Mapping[str, list[Setting]]:
-    """Return all settings by group; those that belong to no group come first, under `run`."""
+    """Return all settings by group; settings outside any group come first, under `run`."""
     found: dict[str, list[Setting]] = {}
     run = Part(RUN, "", RunConfig, without=("model", "data", "optimizer", "trainer"))
     for part in (run, *config_parts()):
@@ -59,7 +59,7 @@ def settings_by_group() -> Mapping[str, list[Setting]]:
 
 
 def find_settings(name: str) -> list[Setting]:
-    """Return the settings of a group, or those that a key names: `scheduler.lr` for itself, `model` for its fields.
+    """Return the settings of a group, or all settings that a key matches as a whole or as a prefix.
 
     Raises:
         ConfigError: There is no such group or key.
@@ -74,13 +74,13 @@ def find_settings(name: str) -> list[Setting]:
 
 
 def suggest(name: str) -> str:
-    """Return a question that names the settings that a name was probably meant to be; empty if there is none."""
+    """Return a question that suggests settings similar to a name; empty if there is none."""
     keys = dict.fromkeys(setting.key for setting in list_settings())
     return suggest_key(name) or nearest(name, [*keys, *settings_by_group()])
 
 
 def _matches(name: str, key: str) -> bool:
-    """Tell whether a name is a key or its beginning; NAME in a key stands for any name."""
+    """Return whether a name is a key or a prefix of it; NAME in a key matches any name."""
     given, parts = name.split("."), key.split(".")
     return len(given) <= len(parts) and all(
         part in (word, "NAME") for word, part in zip(given, parts[: len(given)], strict=True)
@@ -104,7 +104,7 @@ def _settings_of(part: Part) -> Iterator[Setting]:
 
 @functools.cache
 def describe_fields(config_class: type) -> Mapping[str, str]:
-    """Return the docstrings of the fields of a config, its own and inherited ones, each in one line."""
+    """Return the docstrings of all fields of a config, including inherited ones, each joined to one line."""
     found: dict[str, str] = {}
     for owner in reversed(inspect.getmro(config_class)):
         if not dataclasses.is_dataclass(owner):
@@ -119,7 +119,7 @@ def describe_fields(config_class: type) -> Mapping[str, str]:
 
 
 def describe_type(annotation: Any) -> str:
-    """Return an annotation as a reader of settings would call it."""
+    """Return a readable name of a type annotation."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (types.NoneType, None):
         return "null"
@@ -149,7 +149,7 @@ def _default(field: dataclasses.Field) -> str:
 
 @functools.cache
 def _assignments() -> Mapping[str, tuple[str, ...]]:
-    """Return the packaged choices that set a key, by key."""
+    """Return the packaged choices by the keys they set."""
     found: dict[str, list[str]] = {}
     files = {ROOT: GROUPS_FOLDER / f"{ROOT}.yaml"} | {
         f"{group}={choice}": file for group, choices in choice_files().items() for choice, file in choices.items()

@@ -1,4 +1,4 @@
-"""The runs of a sweep, composed before the first one starts."""
+"""Compose all runs of a sweep before the first one starts."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> t
     """Compose the runs of a sweep.
 
     Args:
-        overrides: As for `compose`; a value such as `1,2` stands for a run with each of its parts.
+        overrides: As for `compose`; a list of values such as `1,2` gives one run per value.
         config_dir: As for `compose`.
 
     Returns:
-        The folder of the sweep and its runs. There are none where another sweeper chooses them while it runs.
+        The folder of the sweep and its runs; no runs if a custom sweeper chooses them during the sweep.
     """
     with initialized(), hydra_errors():
         words = [*search_path(config_dir), *free_keys(overrides, config_dir)]
@@ -29,7 +29,7 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> t
 
 
 def _points(words: Sequence[str]) -> "itertools.product[tuple[str, ...]]":
-    """Return the overrides of each run of a sweep, in the order of Hydra's own sweeper."""
+    """Return the overrides of each run of a sweep, in the order of Hydra's basic sweeper."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
