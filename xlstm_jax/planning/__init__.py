@@ -1,1 +1,1 @@
-"""Before a run: whether it fits, how long it takes and what it costs."""
+"""Planning of runs: whether a run fits into memory, how long it takes and what it costs."""

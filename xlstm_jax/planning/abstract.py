@@ -1,4 +1,4 @@
-"""A trainer of shapes: the programs of a run, for any mesh, without an array, a file or a device."""
+"""An abstract trainer: trace and lower the programs of a run for any mesh, without arrays, files or devices."""
 
 import dataclasses
 import functools
@@ -19,18 +19,18 @@ from xlstm_jax.trainer.placement import check_rows, find_specs, on_mesh, shapes_
 from xlstm_jax.utils.partitioned import is_partitioned, reboxed, unboxed
 
 PLATFORM = "cpu"
-"""What programs are lowered for on a mesh without devices."""
+"""The platform that programs are lowered for on a mesh without devices."""
 
 
 class AbstractTrainer(LLMTrainer):
-    """An `LLMTrainer` whose state is made of shapes with their shardings. It has no logger and no callbacks.
+    """An `LLMTrainer` whose state consists of shapes with shardings. It has no logger and no callbacks.
 
     Args:
-        trainer_config: How to train; a run that is debugged has no program, so that of the run without is meant.
-        model_config: What to train.
-        optimizer_config: How to update parameters.
-        batch: The shapes of a batch over all devices.
-        mesh: The mesh, with devices or without: only with them, a program can be compiled.
+        trainer_config: The config of the trainer; `debug` is ignored, as a debugged run compiles no program.
+        model_config: The config of the model.
+        optimizer_config: The config of the optimizer.
+        batch: The shapes of a global batch.
+        mesh: The mesh; programs can be compiled only if it has devices.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class AbstractTrainer(LLMTrainer):
         return cls(setup.trainer, setup.model, setup.optimizer, setup.batch, setup.mesh if mesh is None else mesh)
 
     def init_logger(self, logger_config: LoggerConfig | None) -> None:
-        """Make no logger."""
+        """Create no logger."""
 
     def init_callbacks(self, callback_configs: Any) -> None:
-        """Make no callbacks."""
+        """Create no callbacks."""
 
     def init_model(self, exmp_input: Batch) -> None:
-        """Find the shapes and the shardings of batch and state."""
+        """Compute the shapes and shardings of batch and state."""
         check_rows(exmp_input, self.mesh)
         self.exmp_batch = shapes_on_mesh(exmp_input, self.mesh, self.batch_partition_specs)
         key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
@@ -73,22 +73,22 @@ class AbstractTrainer(LLMTrainer):
 
     @functools.cached_property
     def train_metrics_shapes(self) -> FrozenDict:
-        """The shapes of the metrics that a training step adds to."""
+        """The shapes of the metrics that a training step accumulates."""
         _, shapes = jax.eval_shape(self.train_step, self.state, self.exmp_batch, None)
         return FrozenDict(shapes_on_mesh(shapes, self.mesh, P()))
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
-        """The training step, traced."""
+        """The traced training step."""
         step: Any = self.train_step
         return step.trace(self.state, self.exmp_batch, self.train_metrics_shapes)
 
     def lower(self) -> jax.stages.Lowered:
-        """Return the training step, ready to be compiled if the mesh has devices."""
+        """Return the lowered training step, which can be compiled if the mesh has devices."""
         return self._lower(self.traced)
 
     def lower_eval(self) -> jax.stages.Lowered:
-        """Return the evaluation step, ready to be compiled if the mesh has devices."""
+        """Return the lowered evaluation step, which can be compiled if the mesh has devices."""
         step: Any = self.eval_step
         shapes = jax.eval_shape(step, self.state, self.exmp_batch, None)
         return self._lower(step.trace(self.state, self.exmp_batch, FrozenDict(shapes_on_mesh(shapes, self.mesh, P()))))

@@ -1,7 +1,7 @@
-"""What the forward pass keeps for the backward pass, read off the loss as JAX differentiates it.
+"""Size of the activations that the forward pass saves for the backward pass, from the traced loss.
 
-This is what the choice of `remat` decides on, in the precision that the model asks for. A compiler may keep a little
-more or less, and adds what a block needs while it runs.
+It depends on the remat policy and the dtypes of the model. A compiler may save slightly more or less, and adds the
+working memory of a block.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ from xlstm_jax.trainer.user_functions import gather_rows
 
 
 def kept_activations(trainer: AbstractTrainer) -> int:
-    """Return the bytes on a device that a minibatch leaves for the backward pass.
+    """Return the bytes per device that a minibatch saves for the backward pass.
 
     Args:
         trainer: The trainer.
 
     Returns:
-        The bytes, without parameters and batch as they are; parameters that are gathered or converted count.
+        The bytes, without parameters and batch themselves; gathered or cast copies of parameters are included.
     """
     sizes: list[int] = []
 
@@ -46,7 +46,7 @@ def kept_activations(trainer: AbstractTrainer) -> int:
 
 
 def _new_bytes(jaxpr: Any) -> int:
-    """Return the bytes of all results that are neither arguments nor constants."""
+    """Return the bytes of all outputs that are neither arguments nor constants."""
     old = {*jaxpr.invars, *jaxpr.constvars}
     new = {var for var in jaxpr.outvars if not isinstance(var, Literal) and var not in old}
     return sum(var.aval.size * var.aval.dtype.itemsize for var in new)

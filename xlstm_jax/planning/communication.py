@@ -1,8 +1,8 @@
-"""What devices send to each other in a training step.
+"""Communication volume of a training step.
 
-`count_communication` reads it off the traced step; `estimate_communication` computes it from the layout of parameters
-alone, to compare many meshes at once. Both count the bytes that one device sends if it sends them around a ring, by the
-mesh axes over which it does; axes of one device are left out.
+`count_communication` counts the collectives of the traced step; `estimate_communication` needs only the sharding of the
+parameters, to compare many meshes quickly. Both return the bytes that one device sends with ring algorithms, by the
+mesh axes of the collective; axes of size 1 are left out.
 """
 
 import collections
@@ -19,32 +19,32 @@ from xlstm_jax.planning.setup import Setup, names_of
 from xlstm_jax.utils.partitioned import axes_of
 
 Communication = dict[tuple[str, ...], float]
-"""Bytes that a device sends in a step, by the mesh axes over which it does."""
+"""Bytes that a device sends per step, by the mesh axes of the collective."""
 
 RING_PASSES = {"psum": 2, "pmax": 2, "pmin": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-"""How often each part of an array goes around the ring."""
+"""How often each part of an array travels around the ring, by collective."""
 
 BLOCKS = "block_stack"
 SUMS_PER_BLOCK = 2
-"""Sums over the model axis in a block: after its mixing layer and after its feed-forward layer. The second one is never
-computed again, because it ends the block."""
+"""Sums over the model axis per block: after the mixing layer and after the feed-forward layer. The second one is never
+recomputed, because it ends the block."""
 
 
 def count_communication(traced: jax.stages.Traced) -> Communication:
-    """Count what a traced step sends."""
+    """Count the communication of a traced step."""
     return _count(traced.jaxpr.jaxpr, {})
 
 
 def estimate_communication(setup: Setup, parameters: Iterable[Parameter]) -> Communication:
-    """Compute what a training step sends, without tracing it.
+    """Estimate the communication of a training step without tracing it.
 
     Args:
         setup: The run.
-        parameters: Its parameters on its mesh.
+        parameters: The parameters of the run, with their shardings.
 
     Returns:
-        The volumes of FSDP (parameters, once more where blocks are computed again, and gradients), of gradients that
-        are averaged over the axes they are whole on, and of the sums over the model axis.
+        The volumes of FSDP (gathered parameters, twice if blocks are recomputed, and scattered gradients), of gradients
+        averaged over the axes on which parameters are replicated, and of the sums over the model axis.
     """
     parallel, sizes = setup.model.parallel, setup.axis_sizes
     fsdp, model = names_of(parallel)
@@ -104,7 +104,7 @@ def _collective_axes(equation: JaxprEqn) -> tuple[str, ...]:
 
 
 def _around_ring(name: str, num_bytes: int | float, num_devices: int) -> float:
-    """Return the bytes that a device sends, given those of the whole array: it keeps one part of `num_devices`."""
+    """Return the bytes that a device sends, given those of the whole array, sharded over `num_devices`."""
     if name == "ppermute":
         return float(num_bytes)
     return RING_PASSES[name] * num_bytes * (num_devices - 1) / num_devices

@@ -1,4 +1,4 @@
-"""Compile the training step of a run without running it, to see how much memory it needs."""
+"""Compile the training step of a run without running it, to measure the memory it needs."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ __all__ = ["CompiledMemory", "compile_here"]
 
 
 def compile_here(setup: Setup) -> CompiledMemory:
-    """Compile the training step of a run for the devices of this process, and run nothing."""
+    """Compile the training step of a run for the devices of this process, without running it."""
     devices = jax.devices()[: setup.num_devices]
     mesh: Mesh = initialize_mesh(setup.model.parallel, np.array(devices))
     return CompiledMemory.of(AbstractTrainer.from_setup(setup, mesh).lower().compile(), devices[0].device_kind)

@@ -1,6 +1,6 @@
-"""How long a step takes, from its FLOPs, its memory traffic and what its devices send to each other.
+"""Estimate of the step time from FLOPs, memory traffic and communication.
 
-The parts are added up, as if nothing overlapped. Rates are those of data sheets times the shares in `Assumptions`.
+The parts are summed, as if nothing overlapped. Rates are those of data sheets times the shares in `Assumptions`.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ CPU_COPY_BYTES = 2**26
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """Which shares of the rates on data sheets are reached."""
+    """Assumed utilisation: the achieved shares of the data sheet's rates."""
 
     compute: float = 0.4
-    """Of the FLOPs that are executed; element-wise work and waiting are in it. On an H200 in bfloat16, with kernels in
-    plain JAX, xLSTM-1.4B and a Llama of 0.4B reach 0.44 to 0.49, xLSTM-400M 0.19 to 0.26."""
+    """The share of peak FLOPs, for all executed FLOPs; element-wise operations and idle time lower it. On an H200 in
+    bfloat16, with kernels in plain JAX, xLSTM-1.4B and a Llama of 0.4B reach 0.44 to 0.49, xLSTM-400M 0.19 to 0.26."""
     memory: float = 0.8
-    """Of the bandwidth of the memory, by the optimizer."""
+    """The share of memory bandwidth that the optimizer reaches."""
     links: float = 0.7
-    """Of the bandwidth between devices."""
+    """The share of the bandwidth between devices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, part by part."""
+    """The parts of a step's time, in seconds."""
 
     compute: float
     optimizer: float
@@ -43,17 +43,17 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The sum: nothing overlaps."""
+        """The sum of all parts, without overlap."""
         return self.compute + self.optimizer + self.communication
 
     @property
     def overlapped(self) -> float:
-        """The time if all communication is hidden behind computation, as far as it goes."""
+        """The time if communication and computation overlap completely."""
         return max(self.compute, self.communication) + self.optimizer
 
 
 def step_flops(setup: Setup) -> Flops:
-    """Return the FLOPs of a step over all devices; tensor parallelism splits them evenly."""
+    """Return the FLOPs of a step, summed over all devices; tensor parallelism splits them evenly."""
     num_minibatches = setup.batch_size // setup.rows * setup.accumulation
     cost = model_cost(setup.shape, sequence_length=setup.context_length, batch_size=setup.rows // setup.accumulation)
     return Flops(**{name: num_minibatches * flops for name, flops in dataclasses.asdict(cost.flops).items()})
@@ -70,13 +70,13 @@ def step_time(
 
     Args:
         setup: The run.
-        memory: What a device holds: the optimizer reads and writes the state, and reads the gradients.
-        communication: What a device sends.
+        memory: The persistent memory of a device: the optimizer reads and writes the state, and reads the gradients.
+        communication: The bytes that a device sends.
         accelerator: The device.
-        assumptions: Which shares of its rates are reached.
+        assumptions: The achieved shares of the device's rates.
 
     Returns:
-        The seconds.
+        The parts of the step's time, in seconds.
     """
     shares = assumptions or Assumptions()
     traffic = 2 * (memory.parameters + memory.optimizer) + memory.parameters
@@ -93,7 +93,7 @@ def step_time(
 
 
 def measured_cpu(num_devices: int) -> Accelerator:
-    """Measure the CPU of this machine; simulated devices share it."""
+    """Measure the CPU of this machine; simulated devices each get an equal share."""
     source = np.ones(CPU_COPY_BYTES, np.uint8)
     target = source.copy()
     start = time.perf_counter()
@@ -104,7 +104,7 @@ def measured_cpu(num_devices: int) -> Accelerator:
 
 
 def _bandwidth(axes: tuple[str, ...], sizes: dict[str, int], accelerator: Accelerator) -> float:
-    """Return the bandwidth of the slowest link of a ring over some axes: the last axis has neighbours, and so on."""
+    """Return the bandwidth of the slowest link of a ring over some axes; the last axis has adjacent devices."""
     names = list(sizes)
     outermost = min(names.index(axis) for axis in axes)
     span = math.prod(list(sizes.values())[outermost:])

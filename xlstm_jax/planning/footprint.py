@@ -1,7 +1,7 @@
-"""The memory that a training step needs on an accelerator, from a formula: no tracing, no compilation.
+"""A formula for the memory that a training step needs on an accelerator, without tracing or compiling it.
 
-Fifteen steps of two xLSTM models (162M and 1.42B parameters, one H200, unrolled and scanned, every remat policy, with
-and without kept logits) are within 5 % of it; see `tests/planning/test_footprint.py`.
+It agrees within 5 % with fifteen measured steps of two xLSTM models (162M and 1.42B parameters, one H200, unrolled and
+scanned, every remat policy, with and without kept logits); see `tests/planning/test_footprint.py`.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ HEAD = "lm_head"
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-    """What a device holds of parameters and optimizer, in bytes; it does not depend on remat, scan or accumulation."""
+    """Bytes of parameters and optimizer per device; they do not depend on remat, scan or accumulation."""
 
     parameters: int
     of_blocks: int
     """Parameters of all blocks."""
     of_head: int
-    """The projection to the vocabulary, or the embedding that takes its place."""
+    """The output projection to the vocabulary; with tied weights, the embedding."""
     persistent: int
-    """Parameters, optimizer state, batch and all else that is held between steps."""
+    """Everything held between steps: parameters, optimizer state, batch and the rest."""
 
 
 def state_bytes(setup: Setup) -> StateBytes:
-    """Read off the shapes and shardings of the state what a device holds."""
+    """Compute what a device holds from the shapes and shardings of the state."""
     trainer = AbstractTrainer.from_setup(setup)
     memory, parameters = state_memory(trainer), list_parameters(trainer)
     head = sum(parameter.num_bytes for parameter in parameters if HEAD in parameter.name)
@@ -49,7 +49,7 @@ def state_bytes(setup: Setup) -> StateBytes:
 
 
 def placement_of(setup: Setup, accelerator: Accelerator) -> Placement:
-    """Return what the memory of activations depends on, for a run on an accelerator."""
+    """Return the properties of a run on an accelerator that the activation memory depends on."""
     _, model_axis = names_of(setup.model.parallel)
     return Placement(
         num_tokens=setup.rows // setup.accumulation * setup.context_length,
@@ -62,15 +62,15 @@ def placement_of(setup: Setup, accelerator: Accelerator) -> Placement:
 
 
 def step_memory(setup: Setup, accelerator: Accelerator, state: StateBytes | None = None) -> int:
-    """Estimate the bytes that a training step needs on a device.
+    """Estimate the bytes that a training step needs per device.
 
-    Three moments can be the peak: the gradients of the loss, when all activations are saved; the first block that is
-    differentiated after it; and the last one, when all gradients are there.
+    The peak is at one of three points: the gradient of the loss, when all activations are saved; the first block of the
+    backward pass; or the last block of the backward pass, when all gradients exist.
 
     Args:
         setup: The run.
         accelerator: The device.
-        state: What `state_bytes` returned for the same model, optimizer and mesh; computed if it is not given.
+        state: The result of `state_bytes` for the same model, optimizer and mesh; computed by default.
     """
     state = state_bytes(setup) if state is None else state
     activations = activation_memory(setup.shape, placement_of(setup, accelerator))
@@ -84,17 +84,17 @@ def step_memory(setup: Setup, accelerator: Accelerator, state: StateBytes | None
 
 
 def recomputed_and_stacked(setup: Setup, accelerator: Accelerator) -> tuple[int, int]:
-    """Return the bytes of activations of a minibatch that are recomputed, and those that a scan stacks and slices."""
+    """Return the bytes of a minibatch's activations that are recomputed, and those that a scan stacks and slices."""
     activations: ActivationMemory = activation_memory(setup.shape, placement_of(setup, accelerator))
     scans = is_scanned(setup.shape.kinds, setup.shape.scan_blocks)
     return activations.recomputed, activations.saved if scans else 0
 
 
 def _block_copies(setup: Setup, state: StateBytes) -> int:
-    """Return what is held of the blocks' parameters beside the state when the backward pass begins.
+    """Return the bytes of copies and gradients of block parameters that exist when the backward pass starts.
 
-    A scan allocates the gradients of all blocks at once. Unrolled blocks keep their parameters in the precision of the
-    matmuls. Without remat, parameters that FSDP gathers are saved whole.
+    A scan allocates the gradients of all blocks at once. Unrolled blocks keep a copy of their parameters in the dtype
+    of the matmuls. Without remat, the parameters that FSDP gathers are saved unsharded.
     """
     fsdp_axis, _ = names_of(setup.model.parallel)
     num_parts = setup.axis_sizes[fsdp_axis] if setup.model.parallel.fsdp_modules else 1

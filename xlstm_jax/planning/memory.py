@@ -1,4 +1,4 @@
-"""What a device holds throughout a run, exactly: read off the shapes and shardings of the state."""
+"""The exact persistent memory per device, from the shapes and shardings of the state."""
 
 import dataclasses
 import math
@@ -18,46 +18,46 @@ LOGIT_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter, and where it lives."""
+    """A parameter with its sharding."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     spec: tuple[tuple[str, ...], ...]
-    """The mesh axes that each dimension is split over."""
+    """The mesh axes that each dimension is sharded over."""
     num_bytes: int
-    """On each device."""
+    """Bytes per device."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All mesh axes that it is split over."""
+        """All mesh axes that the parameter is sharded over."""
         return tuple(axis for axes in self.spec for axis in axes)
 
 
 @dataclasses.dataclass(frozen=True)
 class PersistentMemory:
-    """The bytes on a device that live as long as the run."""
+    """The bytes per device that are held throughout a run."""
 
     parameters: int
     optimizer: int
     other: int
-    """Step, random key, metrics, the record of bad steps and variables that are no parameters."""
+    """Step, random key, metrics, the record of bad steps and variables that are not parameters."""
     batch: int
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.parameters + self.optimizer + self.other + self.batch
 
 
 def persistent_memory(trainer: AbstractTrainer) -> PersistentMemory:
-    """Return what each device holds between two steps, with the batch of the next one."""
+    """Return the memory that each device holds between two steps, including the batch of the next one."""
     before = state_memory(trainer)
     return dataclasses.replace(before, other=before.other + bytes_per_device(trainer.train_metrics_shapes))
 
 
 def state_memory(trainer: AbstractTrainer) -> PersistentMemory:
-    """Return what each device holds before the first step, without metrics: no step has to be traced for it."""
+    """Return the memory that each device holds before the first step, without metrics, which need a traced step."""
     state = trainer.state
     return PersistentMemory(
         parameters=bytes_per_device(state.params),
@@ -68,7 +68,7 @@ def state_memory(trainer: AbstractTrainer) -> PersistentMemory:
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Return the bytes of a device's parts of some arrays, or shapes with shardings; all devices have as many."""
+    """Return the bytes per device of a tree of arrays, or of shapes with shardings; they are equal on all devices."""
     return sum(_bytes_on_device(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -79,15 +79,15 @@ def list_parameters(trainer: AbstractTrainer) -> tuple[Parameter, ...]:
 
 
 def logits_memory(trainer: AbstractTrainer, num_tokens: int) -> int:
-    """Return the bytes of the logits that a loss holds at once.
+    """Return the bytes of the logits that the loss holds at once.
 
     Args:
         trainer: The trainer.
-        num_tokens: The tokens of a device's minibatch.
+        num_tokens: The number of tokens in a device's minibatch.
 
     Returns:
-        Those of a chunk of tokens and a device's part of the vocabulary; of all tokens and the whole vocabulary, where
-        their statistics are reported. Their gradients take as much again.
+        The bytes for one chunk of tokens and the device's shard of the vocabulary; if logit statistics are logged, for
+        all tokens and the full vocabulary. Gradients of logits need the same amount again.
     """
     shape: Any = trainer.model_config.model_config
     if trainer.trainer_config.log_logit_stats:

@@ -1,8 +1,8 @@
-"""The fastest settings that fit into memory, among those that change speed and memory but no results.
+"""Rank the settings that affect speed and memory but not results, to find the fastest ones that fit into memory.
 
-Every combination gets an estimated step time and a memory footprint, both from formulas. They are ranked by the time of
-the whole run, compilation included, so blocks are unrolled only where that pays off. Step times are calibrated on an
-H200 and used for their order alone; `tests/planning/test_performance.py` compares it with measurements.
+Formulas estimate the step time and the memory footprint of every combination. Combinations are ranked by the time of
+the whole run including compilation, so blocks are unrolled only if that pays off. Step times are calibrated on an H200,
+and only their order is used; `tests/planning/test_performance.py` compares the order with measurements.
 """
 
 import dataclasses
@@ -22,23 +22,24 @@ GIB = 2**30
 REMATS: tuple[RematPolicy, ...] = ("none", "norms", "dots", "full")
 LOSS_CHUNK_SIZES = (8192, 1024)
 USABLE_SHARE = 0.96
-"""Of the memory of a device: the footprint is an estimate."""
+"""The share of device memory that a footprint may use, as it is an estimate."""
 MATMUL_SHARE = 0.72
-"""Of the peak, reached by matmuls on an H200."""
+"""The share of peak FLOPs that matmuls reach on an H200."""
 BANDWIDTH_SHARE = 0.8
 STACKING_PASSES = 3
-"""How often a scan moves what it saves, beside the first write and the last read: into a stack and out of it."""
+"""Extra passes over the activations that a scan saves, for stacking and slicing them."""
 SECONDS_PER_BLOCK = 3.3
-"""To compile one more unrolled block, on the host of an H200: 25 s for 11 blocks of 162M, 79 s for 23 of 1.42B."""
+"""The time to compile one more unrolled block, on the host of an H200: 25 s for 11 blocks of 162M, 79 s for 23 of
+1.42B."""
 SECONDS_PER_MINIBATCH_AND_BLOCK = 4e-4
-"""What a minibatch costs whatever its size, for each block: 162M takes 226 ms for two of 8 rows, 215 ms for 16 rows."""
+"""The fixed cost per minibatch and block: 162M takes 226 ms for two minibatches of 8 rows, 215 ms for one of 16."""
 UNKNOWN_LENGTH = 1000
-"""Steps that a run is taken to have if only its epochs are known."""
+"""The assumed number of steps of a run if only its number of epochs is known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Settings that trade memory for speed, with what they are expected to need."""
+    """Settings that trade memory for speed, with estimates of both."""
 
     remat: RematPolicy
     keep_logits: bool
@@ -47,9 +48,9 @@ class Choice:
     gradient_accumulate_steps: int
     gradient_accumulate_scan: bool
     memory: int = dataclasses.field(compare=False)
-    """Estimated bytes on a device."""
+    """Estimated bytes per device."""
     seconds: float = dataclasses.field(compare=False)
-    """Estimated time of a step; only the order of choices relies on it."""
+    """Estimated step time; only used to order choices."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -78,19 +79,19 @@ def rank(
     row_counts: Sequence[int] = (),
     state: StateBytes | None = None,
 ) -> list[Choice]:
-    """Return all choices, the fastest first.
+    """Return all choices, fastest first.
 
     Args:
         setup: The run.
         accelerator: The device.
-        given: Settings that are not to be changed, by their names in `SETTINGS`.
-        num_steps: The length of the run.
-        row_counts: Other numbers of rows in a batch that the run has, as while the batch size ramps up: minibatches
-            have to divide these too.
-        state: What `state_bytes` returns for this run; computed by default.
+        given: Fixed settings, by their names in `SETTINGS`.
+        num_steps: The length of the run in steps.
+        row_counts: Other batch sizes of the run, such as those of a batch ramp-up, which minibatches have to divide
+            too.
+        state: The result of `state_bytes` for this run; computed by default.
 
     Returns:
-        The choices; none if no number of minibatches divides the rows.
+        The choices; empty if no number of minibatches divides the rows.
     """
     given = dict(given or {})
     state = state_bytes(setup) if state is None else state
@@ -100,12 +101,12 @@ def rank(
 
 
 def fitting(choices: Sequence[Choice], limit: int) -> list[Choice]:
-    """Return the choices that are expected to fit into the memory of a device, in their order."""
+    """Return the choices estimated to fit into the memory of a device, in the same order."""
     return [choice for choice in choices if choice.memory <= USABLE_SHARE * limit]
 
 
 def with_choice(setup: Setup, values: Mapping[str, Any]) -> Setup:
-    """Return a run with other settings."""
+    """Return a run with some settings replaced."""
     model = {name: values[name] for name in MODEL_SETTINGS if name in values}
     trainer = {name: values[name] for name in TRAINER_SETTINGS if name in values}
     shape = dataclasses.replace(setup.shape, **model)
@@ -117,7 +118,7 @@ def with_choice(setup: Setup, values: Mapping[str, Any]) -> Setup:
 
 
 def largest_batch(setup: Setup, accelerator: Accelerator, limit: int, given: Mapping[str, Any]) -> int | None:
-    """Return the most rows, fewer than the run has, that fit into the memory of a device with the best settings."""
+    """Return the largest batch size below the run's that fits into device memory with the best settings, if any."""
     step = setup.num_devices * given.get("gradient_accumulate_steps", 1)
     state = state_bytes(setup)
 
@@ -125,7 +126,7 @@ def largest_batch(setup: Setup, accelerator: Accelerator, limit: int, given: Map
         smaller = dataclasses.replace(setup, batch_size=num_parts * step)
         return bool(fitting(rank(smaller, accelerator, given=given, state=state), limit))
 
-    low, high = 0, (setup.batch_size - 1) // step  # `low` fits, what is above `high` does not
+    low, high = 0, (setup.batch_size - 1) // step  # `low` fits, everything above `high` does not
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -133,7 +134,7 @@ def largest_batch(setup: Setup, accelerator: Accelerator, limit: int, given: Map
 
 
 def _candidates(setup: Setup, given: Mapping[str, Any], row_counts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield the combinations that can be the best of some run."""
+    """Yield the combinations of settings that can be optimal."""
     num_groups = setup.batch_size // setup.rows
     rows = math.gcd(setup.rows, *(count // num_groups for count in row_counts))
     is_repetitive = is_scanned(setup.shape.kinds, True)
@@ -165,16 +166,16 @@ def _with_estimates(setup: Setup, values: dict[str, Any], accelerator: Accelerat
 
 
 def _step_seconds(setup: Setup, accelerator: Accelerator, state: StateBytes) -> float:
-    """Estimate the part of a step's time that choices differ in, and the matmuls that they share."""
+    """Estimate the step time: matmuls, and the memory traffic in which choices differ."""
     recomputed, stacked = recomputed_and_stacked(setup, accelerator)
-    # A minibatch is read and written once where it is recomputed; its gradients are added to the sum so far.
+    # Recomputed activations are read and written once more; a scan moves saved activations into and out of stacks.
     traffic = setup.accumulation * (2 * recomputed + STACKING_PASSES * stacked)
     if setup.shape.keep_logits:
         kept = setup.rows * setup.context_length * setup.shape.vocab_size * 2
         traffic += 2 * kept // setup.axis_sizes[setup.model.parallel.model_axis_name]
     if setup.accumulation > 1:
         traffic += setup.accumulation * 3 * state.parameters
-    # The smaller the chunks, the more often the gradient of the head is read and written.
+    # The gradient of the head is read and written once per chunk of the loss.
     num_chunks = -(-setup.rows * setup.context_length // setup.shape.loss_chunk_size)
     traffic += 2 * num_chunks * state.of_head
     matmuls = step_flops(setup).executed / setup.num_devices / accelerator.flops(setup.shape.dtype)

@@ -1,9 +1,9 @@
-"""The plan of a run: parameters, memory, FLOPs, time and the place of every parameter.
+"""The plan of a run: parameters, memory, FLOPs, time and the sharding of every parameter.
 
-Memory between steps is exact. What a step needs beside it is known in one of three ways. A step that was compiled for
-the device itself takes what its compiler says. For another accelerator, `footprint` estimates it, within 5 % of what
-was measured on an H200. For a CPU there are the compiled step and, if nothing was compiled, a lower bound that is read
-off the traced step: gradients, activations that are saved, and logits.
+Memory between steps is exact. The additional memory of a step comes from one of three sources: the compiler's report,
+if the step was compiled for the device itself; for another accelerator, the estimate of `footprint`, within 5 % of
+measurements on an H200; for a CPU without a compiled step, a lower bound from the traced step: gradients, saved
+activations and logits.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from xlstm_jax.utils.accelerators import Accelerator, find_accelerator
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run needs, in plain values."""
+    """The needs of a run, as plain values."""
 
     model: str
     num_parameters: int
@@ -43,49 +43,49 @@ class Plan:
     remat: str
     persistent: PersistentMemory
     gradients: int
-    """Bytes of the gradients on a device: they lie where the parameters lie."""
+    """Bytes of the gradients per device; they are sharded like the parameters."""
     activations: int
     """Bytes that the forward pass of a minibatch saves for the backward pass, kept logits included."""
     logits: int
     """Bytes of the logits that the loss holds at once."""
     compiled: CompiledMemory | None
-    """What the compiled step needs; `None` if nothing was compiled."""
+    """The memory of the compiled step; `None` if nothing was compiled."""
     flops: Flops
-    """Of a step, over all devices."""
+    """FLOPs of a step, over all devices."""
     communication: dict[str, float]
-    """Bytes that a device sends in a step, by mesh axes joined with `+`."""
+    """Bytes that a device sends per step, by mesh axes joined with `+`."""
     accelerator: Accelerator
     assumptions: Assumptions
     time: StepTime
-    """Of a step."""
+    """The time of a step."""
     num_steps: int | None
     parameters: tuple[Parameter, ...]
     estimated: int | None = None
     """Bytes that the step needs by the formula for accelerators; `None` for a CPU."""
     performance: str | None = None
-    """What `performance: auto` has chosen, and why."""
+    """The choice of `performance: auto`, and its reason."""
 
     @property
     def traced_temporaries(self) -> int:
-        """The lower estimate of what lives within a step; minibatches have their gradients beside their sum."""
+        """A lower bound on the temporary memory of a step; accumulation needs a second copy of the gradients."""
         num_gradients = 1 if self.accumulation == 1 else 2
         return num_gradients * self.gradients + self.activations + 2 * self.logits
 
     @property
     def memory(self) -> int:
-        """The bytes that a device needs, from the best source there is."""
+        """The bytes that a device needs, from the best available source."""
         if self.compiled is not None and (self.estimated is None or self.compiled.device_kind != "cpu"):
             return self.compiled.peak
         return self.persistent.total + self.traced_temporaries if self.estimated is None else self.estimated
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens of a batch."""
+        """Tokens per batch."""
         return self.batch_size * self.context_length
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second, over all devices."""
+        """Tokens per second, over all devices."""
         return self.tokens_per_step / self.time.total
 
     @property
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def mfu_6n(self) -> float:
-        """The same by six FLOPs for each parameter and token."""
+        """Model FLOPs utilisation with six FLOPs per parameter and token."""
         flops = 6 * self.num_parameters * self.tokens_per_second
         return flops / self.num_devices / self.accelerator.bfloat16_flops
 
@@ -105,7 +105,7 @@ class Plan:
         return None if self.num_steps is None else self.num_steps * self.time.total
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all numbers, also those that follow from others, in values that JSON can hold."""
+        """Return all fields and derived numbers as values that JSON can represent."""
         derived = {
             "memory": self.memory,
             "traced_temporaries": self.traced_temporaries,
@@ -120,7 +120,7 @@ class Plan:
 
 
 def resolve_accelerator(name: str, num_devices: int) -> Accelerator:
-    """Return the accelerator of a name; `cpu` is the one of this machine, which all devices share."""
+    """Return the accelerator with a name; `cpu` is the CPU of this machine, which all devices share."""
     return measured_cpu(num_devices) if name == "cpu" else find_accelerator(name)
 
 
@@ -137,11 +137,11 @@ def make_plan(
 
     Args:
         setup: The run.
-        accelerator: The device to plan for, or its name; `cpu` is this machine's, measured.
-        compiles: Whether to compile the training step, which says how much memory it needs.
-        num_steps: How long the run is.
-        assumptions: Which shares of the device's rates are reached.
-        performance: What was chosen for the run, to be shown.
+        accelerator: The device to plan for, or its name; `cpu` measures the CPU of this machine.
+        compiles: Whether to compile the training step to get its memory.
+        num_steps: The length of the run in steps.
+        assumptions: The achieved shares of the device's rates.
+        performance: The choice of `performance: auto` and its reason, to show in the plan.
 
     Returns:
         The plan.
@@ -182,12 +182,12 @@ def make_plan(
 
 
 def _formula_activations(setup: Setup, accelerator: Accelerator) -> tuple[int, int]:
-    """Return the bytes that a minibatch saves on an accelerator, and those of the logits that the loss holds."""
+    """Return the bytes of a minibatch's saved activations and of the loss's logits on an accelerator, by formula."""
     memory = activation_memory(setup.shape, placement_of(setup, accelerator))
     return memory.saved + memory.kept_logits, memory.logits_chunk
 
 
 def _traced_activations(setup: Setup, trainer: AbstractTrainer) -> tuple[int, int]:
-    """Return the same for the loss as traced on this machine, where attention and cells are plain JAX."""
+    """Return these bytes from the loss traced on this machine, where attention and cells are plain JAX."""
     minibatch_tokens = setup.rows // setup.accumulation * setup.context_length
     return kept_activations(trainer), logits_memory(trainer, minibatch_tokens)

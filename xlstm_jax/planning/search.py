@@ -1,4 +1,4 @@
-"""The cheapest way to fit a run into the memory of its devices: remat, accumulation and mesh."""
+"""Search for the cheapest remat, accumulation and mesh with which a run fits into the memory of its devices."""
 
 import dataclasses
 import math
@@ -27,20 +27,20 @@ MODEL_SIZES = (1, 2, 4, 8)
 MAX_COMPILATIONS = 8
 
 Report = Callable[[str], None]
-"""Is told in a line what has been found."""
+"""A callback that receives progress messages of one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A way to run, and what is known about its memory on a device."""
+    """A choice of remat, accumulation and mesh, with its time and memory per device."""
 
     remat: str
     accumulation: int
     axis_sizes: dict[str, int]
     seconds: float
-    """The estimated time of a step."""
+    """The estimated step time."""
     least: int
-    """Bytes that are needed at least: the state, then also the activations that are kept."""
+    """A lower bound on the needed bytes: the state; once traced, also the saved activations."""
     compiled: int | None = None
     """Bytes that the compiled step needs."""
 
@@ -50,23 +50,23 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """What a search has found."""
+    """The result of a search."""
 
     setup: Setup | None
-    """The cheapest run that fits; `None` if there is none among those that were compiled."""
+    """The cheapest run that fits; `None` if no compiled candidate fits."""
     found: Candidate | None
     compiled: CompiledMemory | None
-    """What its step needs."""
+    """The memory of its compiled step."""
     tried: tuple[Candidate, ...]
-    """All candidates that were compiled, or found too large by their activations, in the order of their cost."""
+    """All candidates that were compiled or rejected by their activations, cheapest first."""
     num_candidates: int
     num_too_large: int
     """Candidates whose state alone is too large."""
     is_complete: bool
-    """Whether no candidate was left out for want of compilations."""
+    """Whether no candidate was skipped because of the limit on compilations."""
     smallest_miss: int | None
-    """By how many bytes the best candidate misses the target, if none fits: the best of those that were compiled, else
-    of what is known to be needed at least."""
+    """By how many bytes the smallest candidate exceeds the target, if none fits: by compiled size or, if nothing was
+    compiled, by the lower bound."""
 
 
 def search(
@@ -80,20 +80,20 @@ def search(
     assumptions: Assumptions | None = None,
     report: Report = lambda _: None,
 ) -> SearchResult:
-    """Find the cheapest remat, accumulation and mesh whose compiled step needs no more than a target.
+    """Find the cheapest remat, accumulation and mesh whose compiled step fits into a target memory.
 
-    Candidates are looked at in the order of their estimated time. Those whose state is too large are discarded at
-    once, those that keep too many activations after a trace; the others are compiled until one fits.
+    Candidates are tried in the order of their estimated step time. Candidates whose state is too large are discarded
+    immediately, those that save too many activations after tracing; the others are compiled until one fits.
 
     Args:
-        setup: The run. Its devices, batch and pipeline axis stay as they are.
-        target_memory: Bytes that a device has.
-        accelerator: The device that times are estimated for.
-        remats: The choices for remat.
-        model_sizes: The choices for the size of the model axis.
-        max_compilations: How many steps to compile at most.
-        assumptions: Which shares of the device's rates are reached.
-        report: Is told about each step of the search.
+        setup: The run. Its number of devices, batch and pipeline axis are fixed.
+        target_memory: The available bytes per device.
+        accelerator: The device for which times are estimated.
+        remats: The remat policies to try.
+        model_sizes: The sizes of the model axis to try.
+        max_compilations: The maximum number of compilations.
+        assumptions: The achieved shares of the device's rates.
+        report: Called with a progress message at each step of the search.
 
     Returns:
         The result.
@@ -135,7 +135,7 @@ def search(
 
 
 def _least_temporaries(setup: Setup) -> int:
-    """Return the bytes that live within a step for sure: activations, and beside them the sum of gradients so far."""
+    """Return a lower bound on the temporary bytes of a step: activations and, with accumulation, summed gradients."""
     trainer = AbstractTrainer.from_setup(setup)
     gradients = bytes_per_device(trainer.state.params) if setup.accumulation > 1 else 0
     return kept_activations(trainer) + gradients
@@ -149,7 +149,7 @@ def _ways(
     assumptions: Assumptions | None,
     report: Report,
 ) -> Iterator[tuple[Candidate, Setup]]:
-    """Yield all runs that are possible, with their times and the bytes of their states."""
+    """Yield all possible candidates with their setups."""
     pipeline = setup.axis_sizes[setup.model.parallel.pipeline_axis_name]
     num_heads = math.gcd(*(block_kind(kind).num_heads(setup.shape) for kind in setup.shape.kinds))
     for model in model_sizes:
@@ -177,7 +177,7 @@ def _layout(setup: Setup) -> tuple[PersistentMemory, tuple[Parameter, ...]]:
 
 
 def mesh_text(axis_sizes: dict[str, int]) -> str:
-    """Write the sizes of a mesh, without axes of one device."""
+    """Format the sizes of a mesh, without axes of size 1."""
     return " × ".join(f"{axis} {size}" for axis, size in axis_sizes.items() if size > 1) or "one device"
 
 

@@ -1,4 +1,4 @@
-"""What a plan is made for: the configs of a run, its batch and its devices."""
+"""The input of a plan: the configs of a run, its batch and its number of devices."""
 
 import dataclasses
 import functools
@@ -18,18 +18,18 @@ from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 
 FSDP_MODULES = ("Embed", "Block", "LMHead")
-"""The modules of our models whose parameters FSDP can split."""
+"""The modules of our models whose parameters FSDP can shard."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A run as far as its cost depends on it. Loggers and callbacks are left out of account."""
+    """The part of a run's config that determines its cost. Loggers and callbacks are ignored."""
 
     trainer: LLMTrainerConfig
     model: ModelConfig
     optimizer: OptimizerConfig
     batch_size: int
-    """Rows of a batch, over all devices."""
+    """Rows per batch, over all devices."""
     context_length: int
     num_devices: int
 
@@ -63,7 +63,7 @@ class Setup:
 
     @property
     def rows(self) -> int:
-        """The rows that a device works on in a step; those of the pipeline and model axes work on the same ones."""
+        """The rows per device and step; devices along the pipeline and model axes share the same rows."""
         names = self.model.parallel
         return self.batch_size // (self.axis_sizes[names.data_axis_name] * self.axis_sizes[names.fsdp_axis_name])
 
@@ -80,20 +80,20 @@ class Setup:
 
     @property
     def batch(self) -> LLMBatch:
-        """The shapes of a batch."""
+        """The shapes of a global batch."""
         return LLMBatch.get_dtype_struct(self.batch_size, self.context_length)
 
     def with_choices(self, *, remat: RematPolicy, accumulation: int, fsdp: int, model: int) -> "Setup":
-        """Return the same run with other means to save memory.
+        """Return the same run with another remat policy, accumulation and mesh.
 
         Args:
-            remat: What is computed again in the backward pass.
+            remat: The remat policy.
             accumulation: The number of minibatches, over which the step scans.
             fsdp: The size of the FSDP axis.
-            model: The size of the model axis. The data axis takes the devices that are left.
+            model: The size of the model axis. The data axis takes the remaining devices.
 
         Returns:
-            The run. Where no module is named for FSDP, all of them are.
+            The run. If its config names no modules for FSDP, all modules are sharded.
         """
         old = self.model.parallel
         parallel = dataclasses.replace(
@@ -117,7 +117,7 @@ class Setup:
         )
 
     def to_json(self) -> str:
-        """Write the setup as text, for another process."""
+        """Serialise the setup for another process."""
         trainer = dataclasses.replace(self.trainer, logger=None, callbacks=[])
         return json.dumps(
             {
@@ -133,7 +133,7 @@ class Setup:
 
     @classmethod
     def from_json(cls, text: str) -> "Setup":
-        """Read what `to_json` wrote."""
+        """Deserialise the output of `to_json`."""
         values = json.loads(text)
         trainer_class = resolve_import(values.pop("trainer_class"))
         return cls(
@@ -145,5 +145,5 @@ class Setup:
 
 
 def names_of(parallel: ParallelConfig) -> tuple[str, str]:
-    """Return the names of the FSDP and the model axis."""
+    """Return the names of the FSDP axis and the model axis."""
     return parallel.fsdp_axis_name, parallel.model_axis_name

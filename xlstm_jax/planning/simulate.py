@@ -1,4 +1,4 @@
-"""Compile for more devices than there are: another process simulates them on the CPU."""
+"""Compile for more devices than this machine has: a subprocess simulates them on the CPU."""
 
 import dataclasses
 import json
@@ -13,16 +13,16 @@ from xlstm_jax.planning.setup import Setup
 
 SHOWN_LINES = 5
 DISTRIBUTED = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST")
-"""Variables that would have the process look for others."""
+"""Environment variables that would make the subprocess join a distributed job."""
 
 
 def compiled_memory(setup: Setup) -> CompiledMemory:
-    """Compile the training step of a run: here if there are enough devices, else for as many simulated ones."""
+    """Compile the training step of a run: in this process if it has enough devices, else for simulated ones."""
     return compile_here(setup) if setup.num_devices <= jax.device_count() else compile_elsewhere(setup)
 
 
 def compile_elsewhere(setup: Setup) -> CompiledMemory:
-    """Compile the training step of a run in another process, for as many simulated CPUs as it wants."""
+    """Compile the training step of a run in a subprocess with enough simulated CPU devices."""
     environment = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED}
     flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={setup.num_devices}"
     environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -43,7 +43,7 @@ def compile_elsewhere(setup: Setup) -> CompiledMemory:
 
 
 def main() -> None:
-    """Read a setup, compile it and write what the step needs."""
+    """Read a setup from stdin, compile its step and write the memory of the step to stdout."""
     memory = compile_here(Setup.from_json(sys.stdin.read()))
     sys.stdout.write(json.dumps(dataclasses.asdict(memory)))
 

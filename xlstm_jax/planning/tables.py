@@ -1,4 +1,4 @@
-"""Plans and searches as tables to read, 80 to 100 columns wide."""
+"""Tables of plans and searches for the terminal, 80 to 100 columns wide."""
 
 from collections.abc import Iterable
 
@@ -15,14 +15,14 @@ HOUR = 3600
 
 
 def render(plan: Plan, *, sharding: bool = False) -> RenderableType:
-    """Lay a plan out.
+    """Format a plan.
 
     Args:
         plan: The plan.
-        sharding: Whether to list every parameter.
+        sharding: Whether to list the sharding of every parameter.
 
     Returns:
-        Something that a rich console can print.
+        A renderable for a rich console.
     """
     parts: list[RenderableType] = [_run_table(plan), "", _memory_table(plan), "", _time_table(plan), "", _notes(plan)]
     if sharding:
@@ -31,7 +31,7 @@ def render(plan: Plan, *, sharding: bool = False) -> RenderableType:
 
 
 def render_search(result: SearchResult, target_memory: int | float) -> RenderableType:
-    """Lay out what a search has found: the candidates that were compiled, and the verdict."""
+    """Format the result of a search: the compiled candidates and the verdict."""
     table = _table("Compiled, cheapest first", "mesh", "remat", "accumulation", "step", "GiB", "")
     for candidate in result.tried:
         if candidate.compiled is not None:
@@ -110,7 +110,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _source(plan: Plan) -> str:
-    """Say where the figure for the memory comes from."""
+    """Describe the source of the memory figure."""
     if plan.compiled is not None and plan.memory == plan.compiled.peak:
         return f"as compiled for {plan.compiled.device_kind}"
     return "at least; nothing was compiled" if plan.estimated is None else "estimated by formula"
