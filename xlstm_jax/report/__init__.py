@@ -1,1 +1,1 @@
-"""The report of a run: one page that shows all that its folder tells."""
+"""The report of a run: one HTML page with everything that its folder records."""

@@ -1,4 +1,4 @@
-"""Which curves share a chart, and what of them the page needs to draw it."""
+"""Grouping of curves into charts, and the data from which the page draws them."""
 
 import dataclasses
 import re
@@ -9,29 +9,29 @@ from xlstm_jax.report.curves import Curve, spread
 from xlstm_jax.report.run_files import Run
 
 MOST_POINTS = 2000
-"""How many points of a curve are drawn at most."""
+"""The maximum number of points per curve."""
 MOST_POINTS_OF_ALL = 400_000
-"""How many points a page has at most, so that many metrics of many runs still open at once."""
+"""The maximum number of points per page, so that a page with many metrics of many runs still opens quickly."""
 FEWEST_POINTS = 100
 CLOCK_POINTS = 1000
 OTHER = "Other metrics"
 HIDDEN = {"epoch", "tokens_seen", "compile_time"}
 SAME_AS = {"optimizer/lr": "lr"}
-"""Metrics that are not drawn beside another one with the same values."""
+"""Duplicate metrics, hidden if the metric with the same values is present."""
 TIME_STACK = "Where the time went"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A chart that many runs have.
+    """A known kind of chart.
 
     Args:
-        section: The part of the page that it belongs to.
-        title: What is above it.
-        pattern: The metrics that it shows.
-        unit: How numbers are written: `number`, `count`, `percent`, `seconds` or `gib`.
-        is_log: Whether its scale is logarithmic at first.
-        keeps_constants: Whether it is drawn even if nothing changes.
+        section: The section of the page.
+        title: The title of the chart.
+        pattern: A regular expression for the metrics of the chart.
+        unit: The format of numbers: `number`, `count`, `percent`, `seconds` or `gib`.
+        is_log: Whether the scale is logarithmic by default.
+        keeps_constants: Whether the chart is drawn even if all curves are constant.
     """
 
     section: str
@@ -69,7 +69,7 @@ _NAMED_SET = re.compile(r"(.+)_(loss|perplexity|bits_per_byte|accuracy)")
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A curve and what it is called: `val/wiki_loss` is the `loss` of `val wiki`."""
+    """A curve with its labels: `val/wiki_loss` is the metric `loss` of the source `val wiki`."""
 
     run: int
     mode: str
@@ -80,21 +80,21 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Lines that are drawn together."""
+    """Lines drawn in one chart."""
 
     kind: Kind
     lines: list[Line]
 
     @property
     def is_worth_drawing(self) -> bool:
-        """Whether a drawing tells more than a number."""
+        """Whether a chart shows more than a single number would."""
         if self.kind.keeps_constants:
             return True
         return any(not line.curve.is_constant() for line in self.lines)
 
 
 def lines_of(run: Run, index: int = 0) -> Iterator[Line]:
-    """Name all curves of a run."""
+    """Yield all visible curves of a run with their labels."""
     for mode, curves in _in_order(run.metrics):
         names = {key: _MODE_OF_LOG.sub(r"\1", key) if mode == "train" else key for key in curves}
         for key, metric in names.items():
@@ -107,7 +107,7 @@ def lines_of(run: Run, index: int = 0) -> Iterator[Line]:
 
 
 def make_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Divide the curves of all runs into charts, in the order of the page; where time went is a chart of each run."""
+    """Group the curves of all runs into charts, in page order; each run has its own `TIME_STACK` chart."""
     charts: dict[tuple[str, int], Chart] = {}
     for index, run in enumerate(runs):
         for line in lines_of(run, index):
@@ -125,7 +125,7 @@ def make_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def chart_data(chart: Chart, runs: Sequence[Run], most: int) -> dict[str, Any]:
-    """Return what the script of the page draws."""
+    """Return the data of a chart for the page's script."""
     is_stack = chart.kind.title == TIME_STACK
     run = runs[chart.lines[0].run]
     shows_bits = chart.kind.title == "Bits per byte"
@@ -141,25 +141,25 @@ def chart_data(chart: Chart, runs: Sequence[Run], most: int) -> dict[str, Any]:
 
 
 def points_per_line(charts: Sequence[Chart]) -> int:
-    """Return how many points a line may have such that the page stays small."""
+    """Return the maximum number of points per line that keeps the page small."""
     num_lines = sum(len(chart.lines) for chart in charts)
     return max(FEWEST_POINTS, min(MOST_POINTS, MOST_POINTS_OF_ALL // max(num_lines, 1)))
 
 
 def clock(run: Run) -> dict[str, list[float | int]]:
-    """Return tokens and seconds at some steps, for other axes than that of steps; empty if a run does not tell."""
+    """Return tokens and seconds at some steps, for these x-axes; empty if a run did not log them."""
     train = run.metrics.get("train", {})
     tokens = dict(train["tokens_seen"].finite()) if "tokens_seen" in train else {}
     compiling = dict(train["compile_time"].finite()) if "compile_time" in train else {}
     shares = dict(train["lost_compile"].finite()) if "lost_compile" in train else {}
-    # Rows have no time, but they say how long compiling took, and which share of all time that was.
+    # Rows have no timestamp, so derive the time from the compile time and its share of the total time.
     seconds = {step: compiling[step] / shares[step] for step in compiling if shares.get(step, 0) > 0}
     clocks = {"tokens": {0: 0.0} | tokens if tokens else {}, "seconds": seconds}
     return {name: _thin(points) for name, points in clocks.items() if points}
 
 
 def _thin(points: dict[int, float]) -> list[float | int]:
-    """Return steps and values in turn."""
+    """Downsample points to a flat list that alternates steps and values."""
     items = sorted(points.items())
     kept = [items[index] for index in spread(len(items), CLOCK_POINTS)]
     return [number for step, value in kept for number in (step, _short(value))]
@@ -186,7 +186,7 @@ def _series(line: Line, chart: Chart, most: int) -> dict[str, Any]:
 
 
 def _stack(run: Run, lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Return shares at the same steps, useful ones first."""
+    """Return the time shares at common steps, the useful share first."""
     goodput = run.metrics["train"].get("goodput")
     curves = {line.metric.removeprefix("lost_"): line.curve for line in lines}
     curves = ({} if goodput is None else {"training": goodput}) | curves
@@ -204,6 +204,6 @@ def _points(curve: Curve) -> dict[str, list[Any]]:
 
 
 def _short(value: float) -> float | int:
-    """Round to what a drawing can show; whole numbers are shorter in JSON."""
+    """Round to six digits; integers are shorter in JSON."""
     rounded = float(f"{value:.6g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded

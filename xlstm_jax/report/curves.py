@@ -1,4 +1,4 @@
-"""Numbers over steps, and fewer of them that look the same."""
+"""Curves of metrics over steps, and downsampling that preserves their appearance."""
 
 import dataclasses
 import math
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What a metric was at some steps.
+    """The values of a metric over steps.
 
     Args:
-        steps: The steps, each larger than the one before.
-        values: The values; `None` where one was logged that is not finite.
+        steps: The steps, strictly increasing.
+        values: The values; `None` for a non-finite one.
     """
 
     steps: Sequence[int]
@@ -20,38 +20,38 @@ class Curve:
 
     @classmethod
     def from_points(cls, points: Mapping[int, float | None]) -> "Curve":
-        """Sort points by their steps."""
+        """Build a curve from points, sorted by step."""
         steps = sorted(points)
         return cls(steps, [points[step] for step in steps])
 
     def finite(self) -> list[tuple[int, float]]:
-        """Return the points that have a value."""
+        """Return the points with a finite value."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
 
     def last(self) -> tuple[int, float] | None:
-        """Return the last point that has a value."""
+        """Return the last point with a finite value."""
         return next(reversed(self.finite()), None)
 
     def lowest(self) -> tuple[int, float] | None:
-        """Return the point with the lowest value, the first of them."""
+        """Return the first point with the lowest value."""
         return min(self.finite(), key=lambda point: point[1], default=None)
 
     def is_constant(self) -> bool:
-        """Check whether a line would tell nothing: all values are the same, or there is one at most."""
+        """Return whether all finite values are equal, or there is at most one."""
         return len({value for _, value in self.finite()}) <= 1
 
     def at(self, indices: Sequence[int]) -> "Curve":
-        """Return some of the points."""
+        """Return the curve at some indices."""
         return Curve([self.steps[index] for index in indices], [self.values[index] for index in indices])
 
     def downsampled(self, most: int) -> "Curve":
-        """Leave points out such that a drawing keeps its extremes, its ends and its gaps.
+        """Reduce the number of points, keeping extremes, ends and gaps.
 
         Args:
-            most: How many points may be left, at least 5.
+            most: The maximum number of points, at least 5.
 
         Returns:
-            Of each stretch of steps the lowest point, the highest and the first gap.
+            The ends and, for each interval of points, the lowest point, the highest point and the first gap.
         """
         count = len(self.steps)
         if count <= most:
@@ -66,14 +66,14 @@ class Curve:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of the first `count` indices, evenly spread, with the first and the last."""
+    """Return at most `most` of the first `count` indices, evenly spaced, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(place * (count - 1) / (most - 1)) for place in range(most)]
 
 
 def finite_or_none(value: Any) -> float | None:
-    """Return a number as a float; `None` for what is not finite."""
+    """Return a number as a float; `None` if it is not finite."""
     number = float(value)
     return number if math.isfinite(number) else None
 

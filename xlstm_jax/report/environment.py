@@ -1,4 +1,4 @@
-"""What a run ran on and what it trained, written down for its report."""
+"""Record the environment and the parameters of a run for its report."""
 
 import contextlib
 import datetime
@@ -25,11 +25,11 @@ from xlstm_jax.version import __version__
 PROGRAM = "xlstm-jax"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "hydra-core", "tokenizers", "numpy")
 GIT_SECONDS = 10.0
-"""How long git may take: its folder may lie on a slow disk."""
+"""The timeout of git commands, as the repository may be on a slow disk."""
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, commit, devices, command and time of this process."""
+    """Return the versions, git commit, devices, command and current time of this process."""
     devices = jax.devices()
     return {
         "time": _now(),
@@ -43,10 +43,10 @@ def describe_environment() -> dict[str, Any]:
 
 
 def command_as_typed(argv: Sequence[str]) -> list[str]:
-    """Return the command line of a process as one would type it: the name of a program instead of its path.
+    """Return the command line of a process as a user would type it, with the name of the program instead of its path.
 
     Args:
-        argv: The words that the interpreter was started with; `sys.argv` has lost some, and Hydra changes it.
+        argv: The original arguments of the interpreter, `sys.orig_argv`: `sys.argv` lacks some, and Hydra changes it.
     """
     interpreter, *words = argv
     if words[:2] == ["-m", "xlstm_jax.cli.main"]:
@@ -57,10 +57,10 @@ def command_as_typed(argv: Sequence[str]) -> list[str]:
 
 
 def describe_git(folder: Path | None = None) -> dict[str, Any] | None:
-    """Return the commit of a folder, by default the current one, and whether files that git knows have changed.
+    """Return the commit of a folder, by default the current one, and whether tracked files have changed.
 
     Returns:
-        `commit` and `dirty`, which is `None` if git does not say; nothing at all where there is no repository.
+        `commit` and `dirty`, which is `None` if git fails to report it; `None` outside a repository.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
@@ -70,7 +70,7 @@ def describe_git(folder: Path | None = None) -> dict[str, Any] | None:
 
 
 def describe_parameters(params: PyTree) -> list[dict[str, Any]]:
-    """Return name, shape, dtype, partition spec and size of every parameter, sorted by name."""
+    """Return the name, shape, dtype, partition spec and size of every parameter, sorted by name."""
     leaves = flatten_pytree(params, is_leaf=is_partitioned)
     return [
         _describe_parameter(name, leaves[name]) for name in sorted(leaves) if hasattr(unboxed(leaves[name]), "shape")
@@ -78,12 +78,12 @@ def describe_parameters(params: PyTree) -> list[dict[str, Any]]:
 
 
 def record_start(folder: Path, *, step: int, references: Mapping[str, float]) -> None:
-    """Add a start of the run to `environment.json`, beside the earlier ones.
+    """Append a start of the run to `environment.json`.
 
     Args:
         folder: The folder of the run.
-        step: The step that training goes on from.
-        references: Bits per byte to compare with, by name; those of earlier starts stay unless they are given anew.
+        step: The step at which training starts or resumes.
+        references: Bits per byte to compare with, by name; they are merged with those of earlier starts.
     """
     environment = _read_environment(folder)
     start = {"step": step, **describe_environment(), "status": None, "end_time": None}
@@ -97,7 +97,7 @@ def record_start(folder: Path, *, step: int, references: Mapping[str, float]) ->
 
 
 def record_end(folder: Path, *, status: str) -> None:
-    """Say in `environment.json` how the last start ended."""
+    """Record in `environment.json` how the last start ended."""
     environment = _read_environment(folder)
     if environment["starts"]:
         environment["starts"][-1] |= {"status": status, "end_time": _now()}
@@ -147,7 +147,7 @@ def _now() -> str:
 
 
 def _read_environment(folder: Path) -> dict[str, Any]:
-    """Return what is in `environment.json`; what a crash or another program has left of it does not count."""
+    """Return the content of `environment.json`; empty if the file is missing or damaged."""
     try:
         content = json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
         return {"starts": list(map(dict, content["starts"])), "references": dict(content["references"])}

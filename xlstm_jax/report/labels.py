@@ -1,4 +1,4 @@
-"""What runs that are compared are called: by name, and by the settings in which they differ."""
+"""Labels of compared runs: their names and the settings in which they differ."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ LONGEST_VALUE = 24
 
 
 def with_labels(runs: Sequence[Run]) -> list[Run]:
-    """Name runs by the name in their settings and the first few settings that differ, if these tell them apart.
+    """Label runs by the name in their settings and the first few settings that differ.
 
     Args:
-        runs: Several runs, which have the names of their folders.
+        runs: Several runs, named after their folders.
 
     Returns:
-        The runs with other names. Where names and settings are the same, the folder is added.
+        The runs with labels as names. If labels are not unique, the folder is added.
     """
     differences = {key: values for key, values in config_differences(runs).items() if key != "name"}
     shown = list(differences)[:MOST_SETTINGS]

@@ -1,4 +1,4 @@
-"""HTML in which text can do no harm: whatever is not `Markup` is escaped."""
+"""Safe HTML generation: all text that is not `Markup` is escaped."""
 
 import html
 import json
@@ -8,7 +8,7 @@ _VOID = {"meta", "link", "input"}
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """A string of trusted HTML."""
 
     __slots__ = ()
 
@@ -18,9 +18,9 @@ def tag(name: str, /, *children: str | None, **attributes: str | int | bool | No
 
     Args:
         name: The name of the element.
-        children: Elements, and text, which is escaped; `None` is left out.
-        attributes: Its attributes. Underscores are hyphens, but one at the end is dropped, as in `class_`. `True` is
-            an attribute without a value; `False` and `None` are left out.
+        children: Elements, or text, which is escaped; `None` is skipped.
+        attributes: The attributes. Underscores become hyphens; a trailing one is dropped, as in `class_`. `True` gives
+            an attribute without a value; `False` and `None` are skipped.
 
     Returns:
         The element.
@@ -31,17 +31,17 @@ def tag(name: str, /, *children: str | None, **attributes: str | int | bool | No
 
 
 def joined(*children: str | None) -> Markup:
-    """Put elements and text one after the other."""
+    """Concatenate elements and text; text is escaped."""
     return Markup("".join(escaped(child) for child in children if child is not None))
 
 
 def escaped(text: str) -> Markup:
-    """Return text as HTML, and HTML as it is."""
+    """Escape text; return `Markup` unchanged."""
     return text if isinstance(text, Markup) else Markup(html.escape(text))
 
 
 def script_json(data: Any) -> Markup:
-    """Write data for a `<script type="application/json">`, which nothing in it can end."""
+    """Serialise data for a `<script type="application/json">`, so that no string in it can close the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""The page itself: all of a report in one file that asks for no other."""
+"""The HTML page of a report: a self-contained file."""
 
 import base64
 import datetime
@@ -19,19 +19,19 @@ from xlstm_jax.version import __version__
 
 WIDE_CHARTS = {"Loss"}
 REFRESH_SECONDS = 60
-"""How often a browser loads the page of a run anew while the run writes it."""
+"""The interval at which a browser reloads the page while the run is training."""
 MOST_OPEN_CHARTS = 12
-"""With more charts than these, other metrics are folded."""
+"""If there are more charts of other metrics than this, their section is folded."""
 
 
 def write_report(runs: Sequence[Run], path: Path) -> None:
-    """Write the page of runs in one move: a reader finds the old page or the new one."""
+    """Write the page of runs atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, build_page(runs))
 
 
 def build_page(runs: Sequence[Run]) -> str:
-    """Build the page of one run, or of several beside each other."""
+    """Build the page of one run or of a comparison of several."""
     if len(runs) > 1:
         runs = with_labels(runs)
     all_charts = make_charts(runs)
@@ -59,7 +59,7 @@ def build_page(runs: Sequence[Run]) -> str:
 def _document(title: str, body: Markup, data: dict[str, Any], *, refreshes: bool) -> str:
     style, script = _asset("report.css"), _asset("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Nothing is loaded, and no script runs but ours, whatever else might get into the page.
+    # Content security policy: load nothing and run only our script, even if other markup gets into the page.
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     written = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     head = joined(
@@ -93,7 +93,7 @@ def _overview(runs: Sequence[Run]) -> Markup:
 
 
 def _legend(runs: Sequence[Run]) -> Markup | None:
-    """Build a button for each run, which hides it, if there are several."""
+    """Build a button per run that shows or hides it; `None` for a single run."""
     buttons = [
         tag("button", tables.swatch(index, run.name), type="button", data_run=index, aria_pressed="true")
         for index, run in enumerate(runs)
@@ -141,7 +141,7 @@ def _configs(runs: Sequence[Run]) -> Markup:
 
 
 def _of_each(runs: Sequence[Run], describe: Any) -> Markup | None:
-    """Describe one run, or several under their names."""
+    """Build a part for each run; for several runs, each part is folded under the run's name."""
     described = [(run, part) for run in runs if (part := describe(run)) is not None]
     if not described:
         return None

@@ -1,6 +1,6 @@
-"""What the folder of a run tells: read as it is, also while the run writes it.
+"""Read the files in the folder of a run, also while the run writes them.
 
-Nothing but metrics has to be there. What is missing, torn or not ours reads as empty.
+Only the metrics are required. Files that are missing, incomplete or in another format read as empty.
 """
 
 import ast
@@ -21,11 +21,11 @@ LOGGER = logging.getLogger(__name__)
 
 METRIC_FILES = "*/metrics_*.jsonl"
 FACT_MODES = ("dataset", "model", "parallel", "startup")
-"""Modes whose rows say what a run is rather than how it does."""
+"""Modes whose rows hold facts about a run instead of metrics."""
 CONFIG_FILES = ("config.yaml", "file_logs/config.json", "file_logs/config.yaml")
 ENVIRONMENT_FILE, PARAMETERS_FILE = "environment.json", "parameters.json"
 MOST_SAMPLES = 200
-"""Of how many steps samples are kept, evenly spread."""
+"""The maximum number of steps for which samples are shown, evenly spaced."""
 LONGEST_SAMPLE = 4000
 STATUSES = {
     "success": "finished",
@@ -38,7 +38,7 @@ STATUSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """What the model wrote at a step: prompts and their continuations."""
+    """The samples of a step: prompts and their continuations."""
 
     step: int
     texts: list[tuple[str, str]]
@@ -46,18 +46,18 @@ class Samples:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """All that is known of a run.
+    """The recorded data of a run.
 
     Args:
-        name: What it is called in the report.
-        folder: Where it is.
+        name: The name of the run in the report.
+        folder: The folder of the run.
         metrics: Curves by mode and metric.
         facts: Sizes of data, model and mesh.
         configs: Configs by file.
-        samples: Samples by step.
+        samples: Samples in the order of steps.
         environment: The starts of the run and `references`, as `environment.record_start` writes them.
         parameters: Name, shape, dtype, spec and size of each parameter.
-        heartbeat: When the run was last heard of.
+        heartbeat: The time and the step of the last sign of life.
         status: `finished`, `interrupted`, `diverged`, `failed` or `running`.
     """
 
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """What is known of each start of the run."""
+        """The records of the run's starts."""
         starts = self.environment.get("starts")
         return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 
@@ -87,14 +87,14 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step of which anything is known."""
+        """The last recorded step."""
         steps = [curve.steps[-1] for curves in self.metrics.values() for curve in curves.values() if curve.steps]
         beat = self.heartbeat.get("step")
         return max([*steps, beat if isinstance(beat, int) else 0])
 
 
 def has_metrics(folder: Path) -> bool:
-    """Tell whether a folder is that of a run that has logged metrics."""
+    """Return whether a folder belongs to a run that has logged metrics."""
     return any(folder.glob(METRIC_FILES))
 
 
@@ -103,13 +103,13 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
     Args:
         folder: The folder.
-        name: What to call the run; by default as its config does, and the name of the folder.
+        name: The name of the run; by default, the name in its config and that of its folder.
 
     Returns:
-        What it tells.
+        The run.
 
     Raises:
-        ValueError: If it holds no metrics.
+        ValueError: The folder holds no metrics.
     """
     paths = sorted(folder.glob(METRIC_FILES))
     if not paths:
@@ -139,10 +139,10 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read several runs; those whose folders have the same name are called by as much of the path as tells them apart.
+    """Read several runs, each named after its folder, with as many parent folders as needed to make names unique.
 
     Args:
-        folders: The folders; one that is given twice is read once.
+        folders: The folders; duplicates are read once.
 
     Returns:
         The runs, in the order of the folders.
@@ -152,9 +152,10 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the steps and the metrics of rows, less lines that are none; these are logged.
+    """Return the step and the metrics of each row; log a warning about invalid lines and skip them.
 
-    A row begins with its step and its epoch, whatever they are called. A last line without an end is being written.
+    The first two entries of a row are its step and its epoch, under any names. A last line without a newline is still
+    being written and is skipped silently if it is incomplete.
     """
     rows, wrong = [], []
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -179,10 +180,10 @@ def read_samples(folder: Path) -> list[Samples]:
 
 
 def parse_samples(content: str) -> list[tuple[str, str]]:
-    """Return prompts and texts from what `callbacks.text_samples` has written."""
+    """Return prompts and continuations from a file written by `callbacks.text_samples`."""
     _, *parts = _PROMPT.split(content)
     prompts, texts = parts[::2], parts[1::2]
-    # A text ends with a newline, and another separates it from the next.
+    # A text ends with a newline, and an empty line separates it from the next.
     texts = [text.removesuffix("\n") for text in (*(text.removesuffix("\n") for text in texts[:-1]), *texts[-1:])]
     return [(_evaluated(prompt), _shortened(text)) for prompt, text in zip(prompts, texts, strict=True)]
 
@@ -218,7 +219,7 @@ def _to_curves(rows: list[tuple[int, dict[str, Any]]]) -> dict[str, Curve]:
 
 
 def _read_status(folder: Path, environment: dict[str, Any]) -> str:
-    """Return how the run ended: what its last start says or, without one, its log."""
+    """Return the status from the record of the last start or, without one, from the log."""
     starts = environment.get("starts")
     if isinstance(starts, list) and starts and isinstance(starts[-1], dict):
         return STATUSES.get(starts[-1].get("status") or "", "running")

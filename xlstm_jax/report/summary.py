@@ -1,4 +1,4 @@
-"""The numbers that sum a run up."""
+"""The key numbers of a run."""
 
 import dataclasses
 import statistics
@@ -16,13 +16,13 @@ LEARNT = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per
 
 @dataclasses.dataclass(frozen=True)
 class KeyNumber:
-    """A number that runs are compared by.
+    """A number by which runs are compared.
 
     Args:
-        label: What it is.
-        text: The number as it is shown.
-        note: What else there is to say about it.
-        value: The number itself, if less of it is better.
+        label: The label.
+        text: The formatted number.
+        note: A note below the number.
+        value: The number itself, if lower is better.
     """
 
     label: str
@@ -32,14 +32,14 @@ class KeyNumber:
 
 
 def key_numbers(run: Run) -> list[KeyNumber]:
-    """Return the numbers that are known of a run, the most telling first."""
+    """Return the key numbers of a run that were recorded, the most important first."""
     lines = list(lines_of(run))
     numbers = [*_learnt(lines, "train"), *_learnt(lines, "val", run.references), *_learnt(lines, "test")]
     return [*numbers, *_progress(run), *_speed(run), *_size(run)]
 
 
 def config_differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Return the settings that are not the same in all runs, with the value of each; `None` where there is none."""
+    """Return the settings that differ between runs, with the value in each run; `None` if a run does not have it."""
     flat = _comparable_configs(runs)
     keys = list(dict.fromkeys(key for config in flat for key in config))
     values = {key: [str(config[key]) if key in config else None for config in flat] for key in keys}
@@ -47,7 +47,7 @@ def config_differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:
 
 
 def compact(number: float | int) -> str:
-    """Write a number with three or four digits and the letter of its size, as in 1.31B."""
+    """Format a number with three or four digits and a suffix for its scale, as in 1.31B."""
     if number == 0:
         return "0"
     for scale, letter in _SCALES:
@@ -57,7 +57,7 @@ def compact(number: float | int) -> str:
 
 
 def duration(seconds: float | int) -> str:
-    """Write seconds as one reads them, as in 2 h 05 min."""
+    """Format a duration, as in 2 h 05 min."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
     minutes = round(seconds / 60)
@@ -68,7 +68,7 @@ def duration(seconds: float | int) -> str:
 
 
 def elapsed_seconds(run: Run) -> float | None:
-    """Return how long the run has taken so far, all starts together."""
+    """Return the total duration of the run so far, over all starts."""
     seconds = clock(run).get("seconds")
     return float(seconds[-1]) if seconds else None
 
@@ -90,7 +90,7 @@ def _learnt(lines: Sequence[Line], mode: str, references: Mapping[str, float] | 
 
 
 def _lowest(label: str, line: Line, references: Mapping[str, float] | None) -> KeyNumber:
-    """Show the last loss of a training, which is noisy, but the best of an evaluation."""
+    """Return the last value for training, which is noisy, and the lowest value for evaluations."""
     last, best = line.curve.last(), line.curve.lowest()
     assert last is not None
     assert best is not None
@@ -165,6 +165,6 @@ def _number(value: Any) -> float | None:
 
 
 def _comparable_configs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the flat configs of runs from one file that all of them have; none if there is no such file."""
+    """Return the flat configs of runs from the first file that all of them have; empty if there is none."""
     shared = next((file for file in CONFIG_FILES if all(file in run.configs for run in runs)), None)
     return [] if shared is None else [dict(flat_config(run.configs[shared])) for run in runs]

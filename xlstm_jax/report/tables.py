@@ -1,4 +1,4 @@
-"""The parts of a report that are tables: numbers, settings, parameters, environment."""
+"""The tables of a report: key numbers, settings, parameters, environment."""
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from xlstm_jax.report.summary import KeyNumber, compact, config_differences, key
 
 
 def comparison(runs: Sequence[Run]) -> Markup:
-    """Put the key numbers of runs side by side, the lowest in bold where lower is better."""
+    """Build a comparison of the key numbers of runs; where lower is better, the lowest is bold."""
     numbers = [{number.label: number for number in key_numbers(run)} for run in runs]
     labels = list(dict.fromkeys(label for of_run in numbers for label in of_run))
     rows = [["status", *(run.status for run in runs)], ["steps", *(f"{run.last_step:,}" for run in runs)]]
@@ -25,7 +25,7 @@ def comparison(runs: Sequence[Run]) -> Markup:
 
 
 def differences(runs: Sequence[Run]) -> Markup:
-    """Show the settings in which runs differ."""
+    """Build a table of the settings in which runs differ."""
     rows = [
         [tag("code", key), *("–" if value is None else tag("code", value) for value in values)]
         for key, values in config_differences(runs).items()
@@ -36,13 +36,13 @@ def differences(runs: Sequence[Run]) -> Markup:
 
 
 def configs(run: Run) -> Markup:
-    """Show each config of a run, by its groups."""
+    """Build the tables of a run's configs, one per group."""
     parts = [fold(file, *map(_config_group, _groups(config)), opened=False) for file, config in run.configs.items()]
     return joined(*parts) if parts else tag("p", "This run kept no config.", class_="note")
 
 
 def parameters(run: Run) -> Markup | None:
-    """Show all parameters."""
+    """Build the table of all parameters."""
     entries = run.parameters
     if not entries:
         return None
@@ -65,7 +65,7 @@ def parameters(run: Run) -> Markup | None:
 
 
 def environment(run: Run) -> Markup | None:
-    """Show each start of a run, the latest first."""
+    """Build the list of a run's starts, the latest first."""
     starts = run.starts
     if not starts:
         return None
@@ -81,7 +81,7 @@ def environment(run: Run) -> Markup | None:
 
 
 def single_values(charts: Sequence[Chart], runs: Sequence[Run]) -> Markup | None:
-    """Show the metrics that never changed, or were logged once."""
+    """Build a table of the metrics that never changed or were logged only once."""
     rows = []
     for chart in charts:
         for metric, source in dict.fromkeys((line.metric, line.source) for line in chart.lines):
@@ -97,7 +97,7 @@ def single_values(charts: Sequence[Chart], runs: Sequence[Run]) -> Markup | None
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, class_: str | None = None) -> Markup:
-    """Build a table; cells that are elements `td` stay as they are."""
+    """Build a table; cells that are already `td` elements are used unchanged."""
     head = tag("thead", tag("tr", *(tag("th", column, scope="col") for column in columns)))
     body = tag("tbody", *(tag("tr", *map(_cell, row)) for row in rows))
     return tag("div", tag("table", head, body, class_=class_), class_="scroll")
@@ -109,17 +109,17 @@ def pairs(entries: Mapping[str, str]) -> Markup:
 
 
 def fold(title: str, *content: str, opened: bool) -> Markup:
-    """Build a part that can be closed."""
+    """Build a collapsible part."""
     return tag("details", tag("summary", title), *content, open=opened)
 
 
 def swatch(index: int, name: str) -> Markup:
-    """Return the name of a run beside its colour."""
+    """Return the name of a run with its colour."""
     return joined(tag("i", class_="swatch", style=f"--colour: var(--line-{index % 8})"), name)
 
 
 def readable_time(value: Any) -> str:
-    """Return the time of an ISO date and time without its separators."""
+    """Format an ISO timestamp for reading."""
     return str(value or "").replace("T", " ").replace("+00:00", " UTC")
 
 
@@ -147,7 +147,7 @@ def _spec(spec: Any) -> str:
 
 
 def _groups(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Divide a config by its first keys; what is no group of its own comes first, without a name."""
+    """Split a config by its top-level keys; values outside any group come first, under an empty name."""
     alone = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
     nested = {key: dict(value) for key, value in config.items() if isinstance(value, Mapping)}
     return ([("", alone)] if alone else []) + list(nested.items())
