@@ -1,4 +1,4 @@
-"""Configs: dataclasses that turn into plain dictionaries for logs and checkpoints, and back."""
+"""Configs: dataclasses that convert to plain dictionaries for logs and checkpoints, and back."""
 
 from xlstm_jax.configs.checks import (
     FIXED,

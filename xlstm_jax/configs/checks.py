@@ -1,4 +1,4 @@
-"""Checks that configs share, and what they declare about their fields."""
+"""Shared validation of configs, and metadata that they declare for their fields."""
 
 import dataclasses
 import math
@@ -11,19 +11,19 @@ from typing import Any
 from xlstm_jax.configs.errors import ConfigError
 
 MAY_CHANGE = types.MappingProxyType({"may_change_on_resume": True})
-"""Metadata of a field that a resumed run may change: its checkpoints mean the same under another value."""
+"""Metadata of a field that a resumed run may change, because it does not affect the meaning of checkpoints."""
 FIXED = types.MappingProxyType({"may_change_on_resume": False})
 """Metadata of a field that a resumed run may not change."""
 
 
 def fixed_settings(config: Any, name: str, *, may_change: bool) -> Iterator[str]:
-    """Yield the settings that a resumed run may not change, by their dotted names.
+    """Yield the dotted names of the settings that a resumed run may not change.
 
     Args:
         config: A dataclass.
-        name: The name of the config among the settings.
-        may_change: Whether fields without a declaration (`MAY_CHANGE` or `FIXED`) may change. A declaration also holds
-            for all fields of a nested config.
+        name: The key of the config in the settings.
+        may_change: Whether fields without a declaration (`MAY_CHANGE` or `FIXED`) may change. A declaration is
+            inherited by all fields of a nested config that have none themselves.
     """
     for field in dataclasses.fields(config):
         allowed = field.metadata.get("may_change_on_resume", may_change)
@@ -35,20 +35,20 @@ def fixed_settings(config: Any, name: str, *, may_change: bool) -> Iterator[str]
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Raise unless a seed is one of those that JAX tells from all others: of larger ones it takes the lower half."""
+    """Raise unless a seed fits into 32 bits; JAX would use only the lower half of a larger one."""
     if not -(2**31) <= seed < 2**32:
         raise ConfigError(f"{name} is {seed}, but must be from -2147483648 to 4294967295.")
 
 
 def describe_ignored(config: Any, reasons: Mapping[str, str]) -> dict[str, str]:
-    """Describe the fields that are changed from their defaults although they have no effect.
+    """Describe the fields that differ from their defaults although they have no effect.
 
     Args:
         config: A dataclass.
-        reasons: Why fields have no effect, by name: what follows "has no effect" in a sentence.
+        reasons: The reasons why fields have no effect, by name; each completes a sentence after "has no effect".
 
     Returns:
-        A sentence for each such field, by its name.
+        A sentence for each such field, by name.
     """
     defaults = {field.name: _default_of(field) for field in dataclasses.fields(config)}
     changed = {name: getattr(config, name) for name in reasons if getattr(config, name) != defaults[name]}
@@ -69,12 +69,12 @@ def _default_of(field: dataclasses.Field) -> Any:
 
 
 def check_numbers(config: Any, config_class: type | None = None) -> None:
-    """Raise a `ConfigError` unless every field that is annotated as a number holds a finite one.
+    """Raise a `ConfigError` unless every field annotated as a number holds a finite number.
 
     Args:
         config: The config, a dataclass.
-        config_class: The class whose fields are checked; those of users' subclasses may be as they like. By default,
-            all fields are checked.
+        config_class: Check only the fields of this base class, not those that users' subclasses add. By default, all
+            fields are checked.
     """
     for field in dataclasses.fields(config_class or config):
         kinds = set(typing.get_args(field.type) or (field.type,))
@@ -89,7 +89,7 @@ def check_numbers(config: Any, config_class: type | None = None) -> None:
 
 
 def check_least(config: Any, least: int | float, *names: str) -> None:
-    """Raise a `ConfigError` unless fields hold a number of at least `least`, or `None`."""
+    """Raise a `ConfigError` unless the named fields are at least `least` or `None`."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < least:

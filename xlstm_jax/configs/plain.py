@@ -1,4 +1,4 @@
-"""Plain values: what JSON can hold of a config."""
+"""Conversion of configs to plain, JSON-serialisable values."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from xlstm_jax.import_utils import class_to_name, dotted_path, resolve_import
 
 
 def to_plain(value: Any) -> Any:
-    """Write a value as `ConfigDict.to_dict` does."""
+    """Convert a value to plain values, as `ConfigDict.to_dict` does."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, type):
@@ -41,8 +41,8 @@ def flat_config(plain: Mapping[str, Any]) -> dict[str, bool | int | float | str]
         plain: Nested settings, as `ConfigDict.to_dict` returns them.
 
     Returns:
-        The values under dotted names, such as `trainer.callbacks.0.every_n_steps`. Sequences of values and `None`
-        become text.
+        The values by dotted names, such as `trainer.callbacks.0.every_n_steps`. Sequences of values and `None` become
+        strings.
     """
     flat = {}
     for name, value in plain.items():

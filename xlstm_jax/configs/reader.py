@@ -1,11 +1,11 @@
-"""The one way from plain values to configs.
+"""Build configs from plain values.
 
-The dataclasses are the schema; cattrs walks through them. Every mistake is a line that says where it is and what is
-needed. Settings are read strictly: a number in quotes is no number. What `to_dict` and older versions wrote is read
-leniently: `relax` first turns each value into one that the strict reading takes.
+The dataclasses are the schema, which cattrs traverses. Each mistake gives one line with its location and the expected
+type. Settings are read strictly: a quoted number is not a number. The output of `to_dict`, also of older versions, is
+read leniently: `relax` first converts each value to one that the strict reading accepts.
 
-A mapping may name a subclass of the config that is needed by its dotted path, under `_target_`, as in Hydra. A list of
-configs may be a mapping from names to configs, so that a single one can be changed or set to `null` by its name.
+A mapping can name a subclass of the expected config by its dotted path under `_target_`, as in Hydra. A list of configs
+can be given as a mapping from names to configs, so that a single entry can be overridden or set to `null` by name.
 """
 
 import collections.abc
@@ -30,7 +30,7 @@ from xlstm_jax.import_utils import resolve_import
 TARGET = "_target_"
 """The key under which a mapping names the class that it describes."""
 EXAMPLE = "target_example"
-"""The class attribute of a config that cannot be built itself: the dotted path of an heir that can."""
+"""The class attribute of an abstract config that holds the dotted path of a concrete subclass, for error messages."""
 
 COLLECTIONS = (list, tuple, set, frozenset)
 ABSTRACT = (collections.abc.Sequence, collections.abc.Iterable)
@@ -39,16 +39,16 @@ MAPPINGS = (dict, collections.abc.Mapping)
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How values are read. The defaults are those for settings."""
+    """Options of reading. The defaults are those for settings."""
 
     is_lenient: bool = False
     """Whether values are relaxed first."""
     checks_names: bool = True
-    """Whether the repr of a config has to name the class that is needed."""
+    """Whether the repr of a config has to name the expected class."""
     refuses_unknown: bool = True
-    """Whether keys that a config does not have are an error; otherwise they are skipped."""
+    """Whether unknown keys are an error; otherwise they are skipped."""
     none_is_zero: bool = False
-    """Whether `None` is 0 where a whole number is needed."""
+    """Whether `None` is read as 0 for integers."""
 
 
 def build(annotation: Any, values: Any, where: str = "") -> Any:
@@ -57,19 +57,19 @@ def build(annotation: Any, values: Any, where: str = "") -> Any:
     Args:
         annotation: The dataclass, or any other annotation that a field may have.
         values: The values.
-        where: What the values are called in errors, such as `model`.
+        where: The key of the values in error messages, such as `model`.
 
     Returns:
         The config.
 
     Raises:
-        ConfigError: Something is unknown, missing, of the wrong type or refused by its config; a line for each mistake.
+        ConfigError: A value is unknown, missing, of the wrong type or rejected by its config; one line per mistake.
     """
     return read(annotation, values, where, Reading())
 
 
 def read(annotation: Any, values: Any, where: str, reading: Reading) -> Any:
-    """Read plain values as an annotation says; arguments and errors are those of `build`."""
+    """Read plain values as an annotated type; arguments and errors are those of `build`."""
     try:
         return converter(reading).structure(values, annotation)
     except Exception as error:
@@ -78,7 +78,7 @@ def read(annotation: Any, values: Any, where: str, reading: Reading) -> Any:
 
 @functools.cache
 def converter(reading: Reading) -> cattrs.Converter:
-    """Return what turns values into configs."""
+    """Return the cattrs converter for some reading options."""
     made = cattrs.Converter(forbid_extra_keys=reading.refuses_unknown)
 
     def add(applies: Callable[[Any], bool], hook: Callable[[Any, Any], Any]) -> None:
@@ -128,7 +128,7 @@ def _read_str(value: Any, _: Any) -> str:
 
 
 def _read_dtype(value: Any, _: Any) -> str:
-    import jax.numpy as jnp  # which knows bfloat16, and which the command line does not wait for
+    import jax.numpy as jnp  # knows bfloat16; imported late to keep the command line fast
 
     try:
         return jnp.dtype(value).name
@@ -164,7 +164,7 @@ def _is_callable(annotation: Any) -> bool:
 
 
 def _is_other_class(annotation: Any) -> bool:
-    """Tell classes of which plain values cannot make an instance."""
+    """Return whether an annotation is a class that cannot be built from plain values."""
     known = (str, bytes, int, float, bool, dict, list, tuple, set, frozenset, types.NoneType, enum.Enum, Path)
     if _is_any(annotation) or not isinstance(annotation, type):  # Any is a class too.
         return False
@@ -184,7 +184,7 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def _read_union(made: cattrs.Converter, reading: Reading, value: Any, annotation: Any) -> Any:
-    """Take the config that has all fields of a mapping, the type of the value, or the first type that it fits."""
+    """Read a union as the config that has all given fields, the exact type of the value, or the first that fits."""
     members = typing.get_args(annotation)
     if value is None and types.NoneType in members:
         return None
@@ -259,7 +259,7 @@ def _make_config_reader(made: cattrs.Converter, reading: Reading, config_class: 
 
 
 def _settable(config_class: Any, value: Any) -> Any:
-    """Leave out what a config computes itself, and `None` where that is the default."""
+    """Drop fields that a config computes itself, and `None` for fields with that default."""
     if not isinstance(value, Mapping):
         return value
     fields = {field.name: field for field in dataclasses.fields(config_class)}
@@ -271,9 +271,9 @@ def _settable(config_class: Any, value: Any) -> Any:
 
 
 def _read_collection(made: cattrs.Converter, value: Any, annotation: Any) -> Any:
-    """Read a list, a tuple or a set; a text may stand for a list with it alone.
+    """Read a list, a tuple or a set; a single string is read as a list of one string.
 
-    A list of configs may be a mapping, of which the entries that are `null` are left out.
+    A list of configs can be given as a mapping; its `null` entries are skipped.
     """
     origin, arguments = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
     is_fixed = origin is tuple and arguments and arguments[-1] is not Ellipsis
@@ -302,7 +302,7 @@ def _read_mapping(made: cattrs.Converter, value: Any, annotation: Any) -> dict[A
 
 
 def _read_elements(made: cattrs.Converter, elements: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Any]:
-    """Read all elements, and raise all their mistakes together, each with its place."""
+    """Read all elements; raise all mistakes together, each with its key or index."""
     found, mistakes = {}, []
     for place, (member, value) in elements.items():
         try:
@@ -315,7 +315,7 @@ def _read_elements(made: cattrs.Converter, elements: Mapping[Any, tuple[Any, Any
 
 
 class _ElementsError(Exception):
-    """Lines about the elements of a collection, each with its place."""
+    """The mistakes in a collection, one line each, with the key or index of the element."""
 
     def __init__(self, lines: list[str]):
         super().__init__(lines)
@@ -323,7 +323,7 @@ class _ElementsError(Exception):
 
 
 def _describe(error: BaseException, where: str) -> Iterator[str]:
-    """Yield a line for each mistake in an error, with the path to it."""
+    """Yield one line per mistake in an error, with its dotted path."""
     match error:
         case _ElementsError():
             yield from (_join(where, line) for line in error.lines)

@@ -1,4 +1,4 @@
-"""The lenient pre-pass of reading: values as `to_dict`, `repr` and older versions wrote them, made plain."""
+"""The lenient pre-pass of reading: convert values written by `to_dict`, `repr` and older versions to plain ones."""
 
 import collections.abc
 import dataclasses
@@ -22,18 +22,18 @@ CONTAINERS += (collections.abc.Mapping,)
 
 
 def relax(value: Any, annotation: Any, *, none_is_zero: bool) -> Any:
-    """Turn a value into one that the strict reading of an annotation takes, if it stands for one.
+    """Convert a value to one that the strict reading of an annotation accepts, if possible.
 
     Args:
         value: The value.
-        annotation: What is needed. Parts of the value are relaxed when they are read themselves.
-        none_is_zero: Whether `None` is 0 where a whole number is needed.
+        annotation: The expected type. Elements of the value are relaxed when they are read themselves.
+        none_is_zero: Whether `None` is read as 0 for integers.
 
     Returns:
-        The value for the strict reading, which refuses what could not be relaxed.
+        The value for the strict reading, which rejects values that could not be converted.
 
     Raises:
-        ConfigError: A text can be read neither as the config or the collection that is needed nor as its repr.
+        ConfigError: A string is not the repr of the expected config or collection.
     """
     if isinstance(value, str):
         value = _relax_path(value)
@@ -54,7 +54,7 @@ def relax(value: Any, annotation: Any, *, none_is_zero: bool) -> Any:
 
 
 def _relax_path(value: str) -> Any:
-    """Read the repr of a class, and the dotted path of a dtype as its name."""
+    """Resolve the repr of a class, and convert the dotted path of a dtype to its name."""
     if (match := CLASS_REPR.fullmatch(value)) is None:
         dtype = DTYPE_PATH.fullmatch(value)
         return dtype.group(1) if dtype else value

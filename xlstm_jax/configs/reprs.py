@@ -1,4 +1,4 @@
-"""The repr of a value, read without running it."""
+"""A parser for the repr of values that does not evaluate them."""
 
 import ast
 import dataclasses
@@ -11,7 +11,7 @@ from xlstm_jax.configs.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The repr of a dataclass, taken apart."""
+    """The parsed repr of a dataclass."""
 
     name: str
     arguments: dict[str, Any]
@@ -21,10 +21,10 @@ _STRING_OR_ANGLE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?P<angle>
 
 
 def parse_repr(text: str) -> Any:
-    """Read the repr of a value without running it; reprs such as `<class 'int'>` inside it stay strings."""
+    """Parse the repr of a value without evaluating it; reprs such as `<class 'int'>` inside it stay strings."""
     quoted = _STRING_OR_ANGLE.sub(lambda match: repr(match[0]) if match["angle"] else match[0], text.strip())
     try:
-        with warnings.catch_warnings(action="ignore"):  # Text that is no repr may hold backslashes.
+        with warnings.catch_warnings(action="ignore"):  # Other strings may contain invalid escape sequences.
             return _from_node(ast.parse(quoted, mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{text!r} is not the repr of a dataclass, a list, a tuple or a dictionary.") from error
@@ -45,7 +45,7 @@ def _from_node(node: Any) -> Any:
         case ast.Name(id="inf" | "nan" as name):
             return float(name)
         case ast.Call(args=[only], keywords=[]):
-            # PosixPath('a'), dtype('int8') and FrozenDict({}) stand for their argument.
+            # PosixPath('a'), dtype('int8') and FrozenDict({}) are read as their argument.
             return _from_node(only)
         case ast.Call(func=function, args=[], keywords=keywords):
             arguments = {str(keyword.arg): _from_node(keyword.value) for keyword in keywords}
