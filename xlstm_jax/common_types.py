@@ -1,4 +1,4 @@
-"""The types that every layer of the package shares."""
+"""Types shared by all layers of the package."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -27,7 +27,7 @@ StepMetricsElement = (
     jax.Array | int | float | dict[Literal["value", "count", "log_modes"], jax.Array | int | float | Sequence[LogMode]]
 )
 StepMetrics = dict[str, StepMetricsElement]
-"""What a loss function returns: name → a scalar, or its value, count and log modes."""
+"""The metrics that a loss function returns: name → a scalar, or its value, count and log modes."""
 
 HostMetricElement = float | int | np.ndarray
 HostMetrics = dict[str, HostMetricElement]
@@ -35,9 +35,9 @@ HostMetrics = dict[str, HostMetricElement]
 
 
 class TrainState(train_state.TrainState):
-    """Flax's train state with a random key, the variables that are not parameters, and a record of bad steps.
+    """Flax's train state with a random key, non-parameter variables and a record of bad steps (`guard`).
 
-    Its fields hold arrays, but also what a tree map makes of them: shapes, partition specs, gradients.
+    Fields hold arrays or, after a tree map, other leaves such as shapes, partition specs and gradients.
     """
 
     step: Any

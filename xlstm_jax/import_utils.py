@@ -1,4 +1,4 @@
-"""Names of classes and functions, and the classes and functions of names."""
+"""Import of objects by dotted path, dotted paths of objects, and lazy exports of packages."""
 
 import importlib
 import sys
@@ -8,28 +8,28 @@ from typing import Any
 
 
 def resolve_import(import_path: str | Any) -> Any:
-    """Import what a dotted path names.
+    """Import the object with a dotted path.
 
     Args:
-        import_path: A path such as `"package.module.Class"`, or anything else.
+        import_path: A path such as `"package.module.Class"`, or any other object.
 
     Returns:
-        The named object; anything but a string comes back as it is.
+        The named object; anything but a string is returned unchanged.
     """
     return resolve_import_from_string(import_path) if isinstance(import_path, str) else import_path
 
 
 def resolve_import_from_string(import_string: str) -> Any:
-    """Import what a dotted path names.
+    """Import the object with a dotted path.
 
     Args:
-        import_string: A path such as `"package.module.Class"`; classes inside classes and whole modules work too.
+        import_string: A path such as `"package.module.Class"`; nested classes and modules work too.
 
     Returns:
         The named object.
 
     Raises:
-        ImportError: If there is no such module, or nothing of that name in it.
+        ImportError: The module or the name in it does not exist.
     """
     names = import_string.split(".")
     if not all(name.isidentifier() for name in names):
@@ -43,12 +43,12 @@ def resolve_import_from_string(import_string: str) -> Any:
 
 
 def class_to_name(x: Any) -> str | Any:
-    """Return the dotted path of a class, and anything but a class as it is."""
+    """Return the dotted path of a class; anything but a class is returned unchanged."""
     return dotted_path(x) if isinstance(x, type) else x
 
 
 def dotted_path(x: Any) -> str:
-    """Return the path of a class or function that `resolve_import` takes back, if its module defines it by name."""
+    """Return the dotted path of a class or function; `resolve_import` inverts it if the module defines that name."""
     return f"{x.__module__}.{x.__qualname__}"
 
 
@@ -57,7 +57,7 @@ def lazy_exports(package: str, modules: Mapping[str, str]) -> tuple[Callable[[st
 
     Args:
         package: The name of the package.
-        modules: For each public name the module of the package that defines it.
+        modules: The defining module within the package, by public name.
     """
 
     def get(name: str) -> Any:
@@ -80,7 +80,7 @@ def _longest_module(names: list[str]) -> tuple[ModuleType, list[str]]:
         try:
             module = importlib.import_module(path)
         except ModuleNotFoundError as error:
-            if error.name != path:  # The module is there; something that it imports is not.
+            if error.name != path:  # The module exists, but one of its imports does not.
                 raise
             return module, names[position:]
     return module, []

@@ -1,4 +1,4 @@
-"""Trees of parameters and the boxes that name their mesh axes, and logging of errors."""
+"""Utilities for pytrees and `nn.Partitioned` leaves, files, accelerators and error logging."""
 
 from xlstm_jax.utils.pytree_utils import (
     delete_arrays_in_pytree,

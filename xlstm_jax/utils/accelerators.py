@@ -1,8 +1,7 @@
-"""What accelerators can do by their data sheets: one table for the utilisation of runs and for plans of them.
+"""The accelerator table: rates from data sheets, used for the utilisation of runs and for plans.
 
-FLOPs are dense, without sparsity. `float32_flops` is the rate at which JAX multiplies float32 by default: TF32 on
-NVIDIA, bfloat16 on TPU. Memory is in decimal gigabytes, of which devices have a little more. Bandwidths of links are
-those of one direction.
+FLOPs are dense, without sparsity. `float32_flops` is the rate of JAX's default float32 matmuls: TF32 on NVIDIA,
+bfloat16 on TPU. Memory is in decimal gigabytes; devices have slightly more. Link bandwidths are unidirectional.
 """
 
 import contextlib
@@ -19,14 +18,14 @@ BLACKWELL_KINDS = ("NVIDIA B200", "NVIDIA GB200")
 def host_memory() -> int:
     """Return the bytes of memory of this machine, or of the container that this process runs in."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # There is no limit, or no such file.
+    with contextlib.suppress(OSError, ValueError):  # The file is missing or sets no limit.
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """A device, and how it is connected."""
+    """A device and its interconnect."""
 
     name: str
     bfloat16_flops: float
@@ -34,17 +33,17 @@ class Accelerator:
     memory: float
     """Bytes."""
     memory_bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     link_bandwidth: float
-    """Bytes a second that a device sends to others of its node, or of its pod."""
+    """Bytes per second that a device sends to others in its node or pod."""
     network_bandwidth: float
-    """Bytes a second for each device between nodes; what such nodes usually have, since no data sheet says it."""
+    """Bytes per second and device between nodes: the usual value for such nodes, as data sheets do not specify it."""
     devices_per_node: int
     device_kinds: tuple[str, ...] = ()
-    """How JAX calls it: beginnings of `jax.Device.device_kind`."""
+    """Prefixes of `jax.Device.device_kind` for this device."""
 
     def flops(self, dtype: str) -> float:
-        """Return the peak in a precision."""
+        """Return the peak FLOPs for a dtype."""
         return self.bfloat16_flops if dtype in ("bfloat16", "float16") else self.float32_flops
 
     @property
@@ -54,12 +53,12 @@ class Accelerator:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether this is one of the GPUs that our kernels are written for."""
+        """Whether this is a Hopper GPU, which our GPU kernels are written for."""
         return any(kind.startswith(HOPPER_KINDS) for kind in self.device_kinds)
 
     @property
     def has_packed_attention(self) -> bool:
-        """Whether cuDNN's packed layout runs here: on Hopper GPUs and later ones."""
+        """Whether cuDNN supports the packed layout: on Hopper GPUs and later."""
         return any(kind.startswith(HOPPER_KINDS + BLACKWELL_KINDS) for kind in self.device_kinds)
 
 
@@ -111,11 +110,11 @@ ACCELERATORS = (
     # Google Cloud documentation, TPU v4: 4096 chips in a pod, 2400 Gb/s between them.
     Accelerator("tpu-v4", 275 * TERA, 275 * TERA, 32 * GB, 1228 * GB, 300 * GB, 6 * GB, 4096, ("TPU v4",)),
 )
-"""Those known; where several fit the name of a device, the first one is meant."""
+"""All known accelerators; if several match a device kind, the first one applies."""
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return the accelerator of a name such as `h100`, or `NVIDIA H100 80GB HBM3` as JAX calls it."""
+    """Return the accelerator with a name such as `h100`, or a JAX device kind such as `NVIDIA H100 80GB HBM3`."""
     found = {accelerator.name: accelerator for accelerator in ACCELERATORS}.get(name.lower()) or of_device_kind(name)
     if found is None:
         names = ", ".join(accelerator.name for accelerator in ACCELERATORS)
@@ -124,6 +123,6 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def of_device_kind(kind: str) -> Accelerator | None:
-    """Return the accelerator that JAX calls by this name, if it is known."""
+    """Return the accelerator for a JAX device kind; `None` if it is unknown."""
     matches = (accelerator for accelerator in ACCELERATORS if any(map(kind.startswith, accelerator.device_kinds)))
     return next(matches, None)

@@ -1,4 +1,4 @@
-"""Log what ends a program before it ends."""
+"""A decorator that logs exceptions before they end a program."""
 
 import functools
 import logging
@@ -14,13 +14,13 @@ R = TypeVar("R")
 def with_error_handling(
     flush_output: bool = True, logger: logging.Logger | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a decorator that reports whatever a function raises and raises it again.
+    """Return a decorator that logs exceptions of a function and re-raises them.
 
-    Interrupts and `sys.exit` are reported too.
+    Interrupts and `sys.exit` are logged too.
 
     Args:
-        flush_output: Whether to flush stdout and stderr when the function ends, in whichever way.
-        logger: Gets the message and the traceback as errors. Without one, the traceback goes to stderr.
+        flush_output: Whether to flush stdout and stderr when the function returns or raises.
+        logger: The logger for the message and the traceback. Without one, the traceback is printed to stderr.
 
     Returns:
         The decorator.

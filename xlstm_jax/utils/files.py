@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: str | Iterable[bytes], *, durable: bool = True) -> None:
-    """Write a file so that a reader finds the whole old file or the whole new one, also after a crash.
+    """Write a file atomically: readers see either the complete old file or the complete new one, also after a crash.
 
     Args:
         path: The file. Its folder is created if it does not exist.
-        content: A text, which is written in UTF-8, or chunks of bytes.
-        durable: Flush the file to the disk first. Without it, a crash of the machine can lose the content.
+        content: A string, which is encoded as UTF-8, or chunks of bytes.
+        durable: Flush the file to disk first. Otherwise, a crash of the machine can lose the content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")

@@ -1,4 +1,4 @@
-"""How long each kernel of a GPU runs within a program."""
+"""Profile the GPU kernels of a program."""
 
 import pathlib
 import tempfile
@@ -10,7 +10,7 @@ import jax
 
 
 class KernelTime(NamedTuple):
-    """What one kernel takes in a program."""
+    """The total time and number of calls of a kernel in a program."""
 
     name: str
     seconds: float
@@ -18,13 +18,13 @@ class KernelTime(NamedTuple):
 
 
 def kernel_times(program: Callable[[], Any]) -> list[KernelTime]:
-    """Run a program under the profiler, and return its kernels, the one that takes longest first.
+    """Run a program under the profiler and return its kernels, sorted by time, longest first.
 
     Args:
-        program: A function without arguments, compiled before; its results are waited for.
+        program: A function without arguments that is already compiled; the profile ends when its results are ready.
 
     Returns:
-        The kernels of all GPUs together; none on other devices.
+        The kernels, summed over all GPUs; empty on other devices.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -41,7 +41,7 @@ def kernel_times(program: Callable[[], Any]) -> list[KernelTime]:
 
 
 def kernel_table(times: list[KernelTime], count: int = 16) -> str:
-    """Return a table in Markdown of the kernels that take longest."""
+    """Return a Markdown table of the `count` slowest kernels."""
     total = sum(time.seconds for time in times)
     rows = [f"| {name[:80]} | {1e3 * seconds:.3f} | {calls} |" for name, seconds, calls in times[:count]]
     return "\n".join([f"| of {1e3 * total:.3f} ms in kernels | ms | calls |", "|---|---|---|", *rows])

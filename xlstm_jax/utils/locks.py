@@ -1,4 +1,4 @@
-"""Locks on open files, which end with the process that holds them."""
+"""Locks on open files, released when the process that holds them ends."""
 
 import errno
 
@@ -13,7 +13,7 @@ def lock(descriptor: int) -> bool:
         descriptor: The file.
 
     Returns:
-        Whether it is locked; it is not where the system or the file system has no locks.
+        Whether the file is locked; `False` if the system or the file system does not support locks.
 
     Raises:
         BlockingIOError: Another process has locked it.

@@ -1,4 +1,4 @@
-"""Boxes: leaves that name the mesh axes they are split over.
+"""Boxes: pytree leaves that name the mesh axes they are sharded over.
 
 A sharded parameter is a `flax.linen.Partitioned(value, names)`, a replicated one a plain array. These functions read
 either kind without opening the box through `Partitioned.unbox`, which fails inside `jax.shard_map`.
@@ -13,14 +13,14 @@ from flax import linen as nn
 from xlstm_jax.common_types import PyTree
 
 AxisName = str | tuple[str, ...]
-"""One mesh axis, or several that act as one (major axis first)."""
+"""One mesh axis, or several that act as one, major axis first."""
 
 
 def is_partitioned(x: Any) -> bool:
-    """Check if an object is a `Partitioned`.
+    """Return whether an object is a `Partitioned`.
 
     A parameter that is sharded by FSDP, pipeline or tensor parallelism is a `Partitioned`, a replicated one a plain
-    `jax.Array`. As `is_leaf` of a tree map this keeps the boxes whole; plain arrays and all other leaves stay leaves.
+    `jax.Array`. Used as `is_leaf` of a tree map, this function keeps boxes intact.
 
     Args:
         x: The object to check.
@@ -32,17 +32,17 @@ def is_partitioned(x: Any) -> bool:
 
 
 def unboxed(x: Any) -> Any:
-    """Return the value in a box, and anything else as it is."""
+    """Return the value in a box; anything else is returned unchanged."""
     return x.value if is_partitioned(x) else x
 
 
 def reboxed(x: Any, value: Any) -> Any:
-    """Return `value` in a box like that of `x`, or bare if `x` has none."""
+    """Return `value` in a box like that of `x`, or unboxed if `x` has none."""
     return x.replace(value=value) if is_partitioned(x) else value
 
 
 def partition_names(x: Any) -> tuple[AxisName | None, ...]:
-    """Return what each dimension of a leaf is split over, `None` where it is whole."""
+    """Return the mesh axes that each dimension of a leaf is sharded over; `None` for an unsharded dimension."""
     ndim = jax.numpy.ndim(unboxed(x))
     names = tuple(x.names) if is_partitioned(x) else ()
     return names + (None,) * (ndim - len(names))
@@ -56,13 +56,13 @@ def axes_of(name: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def partition_axes(x: Any) -> tuple[str, ...]:
-    """Return all mesh axes that a leaf is split over."""
+    """Return all mesh axes that a leaf is sharded over."""
     return tuple(axis for name in partition_names(x) for axis in axes_of(name))
 
 
 def with_names(value: Any, names: tuple[AxisName | None, ...]) -> Any:
-    """Box a value, unless no name is left."""
-    any_names: Any = names  # flax's annotation leaves out that an entry may be a tuple
+    """Box a value with partition names, unless all of them are `None`."""
+    any_names: Any = names  # flax's annotation does not allow tuples as entries
     return nn.Partitioned(value, any_names) if any(names) else value
 
 

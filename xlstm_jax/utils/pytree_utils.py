@@ -1,4 +1,4 @@
-"""Names, masks, shapes and differences of trees."""
+"""Names, masks, shapes and differences of pytrees."""
 
 import dataclasses
 import re
@@ -15,12 +15,12 @@ from xlstm_jax.configs import ConfigError
 from xlstm_jax.utils.partitioned import is_partitioned
 
 MAX_DIFF_DEPTH = 20
-"""How deep `pytree_diff` looks into nested containers."""
+"""The maximum nesting depth that `pytree_diff` compares."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecursionLimit:
-    """Stands in a result of `pytree_diff` for what lies too deep to be compared."""
+    """The marker in a result of `pytree_diff` for parts that are nested too deeply to compare."""
 
 
 def pytree_diff(tree1: PyTree, tree2: PyTree) -> PyTree:
@@ -102,7 +102,7 @@ def _diff_numbers(x: Any, y: Any) -> Any:
     wide_x, wide_y = _widened(x), _widened(y)
     are_arrays = isinstance(x, jax.Array | np.ndarray) or isinstance(y, jax.Array | np.ndarray)
     are_inexact = any(np.issubdtype(wide.dtype, np.inexact) for wide in (wide_x, wide_y))
-    # Only the rounding of arrays is forgiven: a step, a key or a setting is the same or it is not.
+    # Only floating-point arrays have a tolerance: steps, keys and settings are compared exactly.
     tolerance = {} if are_arrays and are_inexact else {"rtol": 0, "atol": 0}
     if np.allclose(wide_x, wide_y, equal_nan=True, **tolerance):
         return None
@@ -123,11 +123,11 @@ def _widened(x: Any) -> np.ndarray:
 
 
 def pytree_key_path_to_str(path: jax.tree_util.KeyPath, separator: str = ".") -> str:
-    """Join the keys, indices and attribute names on the way to a leaf.
+    """Join the keys, indices and attribute names on the path to a leaf.
 
     Args:
-        path: The path, as the `*_with_path` functions of `jax.tree_util` give it.
-        separator: What to put between two names.
+        path: The path, as returned by the `*_with_path` functions of `jax.tree_util`.
+        separator: The separator between names.
 
     Returns:
         The name of the leaf.
@@ -149,8 +149,8 @@ def flatten_pytree(
 
     Args:
         pytree: The tree.
-        separator: What to put between the keys of a path.
-        is_leaf: Where to stop; `is_partitioned` keeps boxes whole, so that names do not end in `.value`.
+        separator: The separator between the keys of a path.
+        is_leaf: Where to stop; `is_partitioned` keeps boxes intact, so that names do not end in `.value`.
 
     Returns:
         The leaves under their names, in the order of the tree.
@@ -160,11 +160,11 @@ def flatten_pytree(
 
 
 def flatten_dict(d: dict | FrozenDict, separator: str = ".") -> dict[str, Any]:
-    """Flatten nested dictionaries; everything that is not a dictionary is a leaf, also `None`, lists and boxes.
+    """Flatten nested dictionaries; anything else is a leaf, including `None`, lists and boxes.
 
     Args:
         d: The dictionary.
-        separator: What to put between the keys of a path.
+        separator: The separator between the keys of a path.
 
     Returns:
         The leaves under their names.
@@ -194,19 +194,19 @@ def _as_unique_dict(items: Iterator[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def get_shape_dtype_pytree(x: PyTree) -> PyTree:
-    """Replace every `jax.Array` of a tree by its shape, dtype and sharding; other leaves stay as they are."""
+    """Replace every `jax.Array` of a tree by its shape, dtype and sharding; keep other leaves unchanged."""
 
     def describe(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
-        sharding = getattr(leaf, "sharding", None)  # An array that is being traced has none.
+        sharding = getattr(leaf, "sharding", None)  # a tracer has none
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(describe, x)
 
 
 def delete_arrays_in_pytree(x: PyTree) -> None:
-    """Free the device memory of every `jax.Array` of a tree at once; none of them can be used afterwards."""
+    """Free the device memory of every `jax.Array` of a tree immediately; the arrays cannot be used afterwards."""
     for leaf in jax.tree.leaves(x):
         if isinstance(leaf, jax.Array):
             leaf.delete()
@@ -215,18 +215,18 @@ def delete_arrays_in_pytree(x: PyTree) -> None:
 def get_param_mask_fn(
     exclude: Sequence[str | re.Pattern] | None, include: Sequence[str | re.Pattern] | None = None
 ) -> Callable[[PyTree], PyTree]:
-    """Make a function that marks parameters by name, for instance those that weight decay applies to.
+    """Return a function that builds a mask of parameters by name, for instance for weight decay.
 
-    A pattern marks the parameters in whose name it is found (`re.search`). The name joins the keys with dots and never
-    mentions boxes, so a mask is the same on every mesh. A box gets one value, which optax takes for all that is in it.
+    A pattern matches the parameters in whose name it is found (`re.search`). The name joins the keys with dots and
+    never includes boxes, so a mask is the same on every mesh. A box gets one value, which optax applies to all of it.
 
     Args:
-        exclude: Patterns of the parameters to leave out.
-        include: Patterns of the parameters to take in; all parameters by default.
+        exclude: Patterns of the parameters to exclude.
+        include: Patterns of the parameters to include; all parameters by default.
 
     Returns:
-        A function from a tree of parameters to a tree of booleans: `True` for those that `include` takes in and
-        `exclude` does not leave out.
+        A function from a tree of parameters to a tree of booleans: `True` for parameters that are included and not
+        excluded.
     """
     excluded, included = _compiled("exclude", exclude), _compiled("include", include)
 

@@ -1,4 +1,4 @@
-"""How long a run takes to start, from the start of its process to the end of the first step, phase by phase."""
+"""Measure the startup time of a run, from the start of its process to the end of the first step, by phase."""
 
 import os
 import time
@@ -10,17 +10,17 @@ import jax
 CONFIG: Any = jax.config
 HITS = "/jax/compilation_cache/cache_hits"
 COMPILATIONS = "/jax/core/compile/backend_compile_duration"
-"""What JAX reports for each program: that it is in the persistent cache, and the time until it could be run."""
+"""JAX's monitoring events for each program: a hit in the persistent cache, and the compile time."""
 PREFIX = "startup_"
 
 
 class Startup:
-    """Divides the time of a start between phases, which follow each other and may come again: each second counts once.
+    """A timer that splits the startup time into consecutive phases; a phase can occur several times.
 
-    Until it begins, and after it has finished, nothing is measured.
+    Nothing is measured before `begin` and after `finish`.
 
     Args:
-        now: Tells the time in seconds.
+        now: A function that returns the time in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -33,11 +33,11 @@ class Startup:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has begun and has not finished."""
+        """Whether the timer has started and not finished."""
         return self._last is not None
 
     def begin(self, seconds_ago: float = 0.0) -> None:
-        """Begin to measure, as if some seconds ago."""
+        """Start the timer, as of `seconds_ago`."""
         self._last = self._now() - seconds_ago
         self._phases = {}
         self._num_hits, self._compilations = 0, []
@@ -47,14 +47,14 @@ class Startup:
             jax.monitoring.register_event_duration_secs_listener(self._add_compilation)
 
     def end(self, phase: str) -> None:
-        """Count the time since the last phase for this one."""
+        """Add the time since the end of the last phase to this phase."""
         if self._last is not None:
             now = self._now()
             self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
             self._last = now
 
     def finish(self) -> dict[str, int | float]:
-        """Stop measuring, and return as metrics the seconds of all phases, their sum, and those of compilation."""
+        """Stop the timer; return as metrics the seconds of each phase, their sum, and the compilations."""
         if self._last is None:
             return {}
         self._last = None
@@ -66,20 +66,20 @@ class Startup:
             **({} if CONFIG.jax_compilation_cache_dir is None else {"num_cache_hits": self._num_hits}),
         }
 
-    def _count(self, event: str, **kwargs: object) -> None:  # noqa: ARG002 - as JAX calls it
+    def _count(self, event: str, **kwargs: object) -> None:  # noqa: ARG002 - signature required by JAX
         self._num_hits += event == HITS and self.is_running
 
-    def _add_compilation(self, event: str, duration_secs: float, **kwargs: object) -> None:  # noqa: ARG002 - as JAX calls it
+    def _add_compilation(self, event: str, duration_secs: float, **kwargs: object) -> None:  # noqa: ARG002 - signature required by JAX
         if event == COMPILATIONS and self.is_running:
             self._compilations.append(duration_secs)
 
 
 STARTUP = Startup()
-"""The start of this process, or of the run that it has begun last."""
+"""The timer of this process: of its start, or of the run that it started last."""
 
 
 def describe_startup(metrics: Mapping[str, Any]) -> str:
-    """Return in a line what `Startup.finish` has returned."""
+    """Format the metrics of `Startup.finish` in one line."""
     total = "startup_seconds"
     phases = ", ".join(
         f"{name.removeprefix(PREFIX).replace('_', ' ')} {seconds:.1f}"
@@ -93,7 +93,7 @@ def describe_startup(metrics: Mapping[str, Any]) -> str:
 
 
 def seconds_since_process_start() -> float:
-    """Return the age of this process; 0 where the system does not report it."""
+    """Return the age of this process in seconds; 0 if the system does not report it."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
