@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from xlstm_jax.cli.gpu_memory import list_gpus
+from xlstm_jax.cli.shared.gpu_memory import list_gpus
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ["xlstm_400m", "xlstm_1_4b", "xlstm_2_7b"]

@@ -37,7 +37,7 @@ from typing import Any
 
 from support.gpu_page import FIRST_STEP, LAST_STEP, ROWS, Entry, Row, render_chart, render_page
 
-from xlstm_jax.cli.gpu_memory import list_gpus
+from xlstm_jax.cli.shared.gpu_memory import list_gpus
 from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_config import build_run
 from xlstm_jax.trainer.base.run_metrics import flops_per_token

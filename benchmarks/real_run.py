@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from support.line_chart import line_chart
 
-from xlstm_jax.cli.gpu_memory import list_gpus
+from xlstm_jax.cli.shared.gpu_memory import list_gpus
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = {"xlstm": "xlstm_160m", "llama": "llama_160m"}

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from xlstm_jax.cli.gpu_memory import list_gpus
+from xlstm_jax.cli.shared.gpu_memory import list_gpus
 
 ROOT = Path(__file__).parent.parent
 MODES = {

@@ -69,7 +69,7 @@ def environment(cache: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in names}
     paths = (str(ROOT), os.environ.get("PYTHONPATH"))
     inherited["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    from xlstm_jax.cli.gpu_memory import list_gpus
+    from xlstm_jax.cli.shared.gpu_memory import list_gpus
 
     if list_gpus():
         return inherited | {"XLSTM_JAX_CACHE_DIR": cache}

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from xlstm_jax.cli.gpu_memory import set_memory_fraction
+from xlstm_jax.cli.shared.gpu_memory import set_memory_fraction
 from xlstm_jax.dataset.batch import LLMBatch
 from xlstm_jax.dataset.synthetic_dataloading import draw_packed_batch
 from xlstm_jax.distributed.mesh_utils import ParallelConfig

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from processes import TESTS, wait_until
 
-from xlstm_jax.cli import header
 from xlstm_jax.cli.main import main
+from xlstm_jax.cli.shared import header
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.shards.manifest import read_manifest
 from xlstm_jax.dataset.shards.records import ShardError

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 import xlstm_jax
-from xlstm_jax.cli.screen import as_typed, complain, describe_error, show
+from xlstm_jax.cli.shared.screen import as_typed, describe_error, print_error, print_out
 from xlstm_jax.configs import nearest
 
 PACKAGE = Path(xlstm_jax.__file__).parent
@@ -64,34 +64,34 @@ def run(args: argparse.Namespace) -> int:
     names, options = _split(args.names)
     known = {path.stem: path for path in sorted(SCRIPTS.glob("*.py"))}
     if args.list or not names:
-        show(_listing(known))
+        print_out(_listing(known))
         return 0
     for name in names:
         if name not in known:
-            complain(f"There is no benchmark {name!r}.{nearest(name, known)} `xlstm-jax bench --list` lists all.")
+            print_error(f"There is no benchmark {name!r}.{nearest(name, known)} `xlstm-jax bench --list` lists all.")
             return 2
     try:
         machine = _describe_machine()
         successes = [_run_and_keep(name, known[name], options, machine, args.output) for name in names]
     except KeyboardInterrupt:
-        complain("Stopped; the running benchmark wrote no results.")
+        print_error("Stopped; the running benchmark wrote no results.")
         return 130
     except OSError as error:
-        complain(describe_error(error))
+        print_error(describe_error(error))
         return 1
     return 0 if all(successes) else 1
 
 
 def _run_and_keep(name: str, script: Path, options: list[str], machine: dict[str, str], folder: Path) -> bool:
     """Run a benchmark, write its results, and return whether it succeeded."""
-    show(f"== {name}")
+    print_out(f"== {name}")
     own, started = folder / f"{datetime.date.today().isoformat()}-{name}.md", time.time()
     outcome = _run_script(script, options, folder)
     if own.is_file() and own.stat().st_mtime >= started and not outcome.exit_code:  # The script wrote its own page.
         file = own
     else:
         file = write_dated(folder, name, _page(name, script, options, machine, outcome))
-    (complain if outcome.exit_code else show)(f"{name}: {_verdict(outcome)}; written to {as_typed(file.resolve())}")
+    (print_error if outcome.exit_code else print_out)(f"{name}: {_verdict(outcome)}; written to {as_typed(file.resolve())}")
     return outcome.exit_code == 0
 
 

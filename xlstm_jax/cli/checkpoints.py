@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, find_run
-from xlstm_jax.cli.screen import as_typed, complain, show
+from xlstm_jax.cli.shared.run_folders import RUN_HELP, add_outputs, find_run
+from xlstm_jax.cli.shared.screen import as_typed, print_error, print_out
 from xlstm_jax.configs import ConfigError
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         folder = find_run(args.run_folder, args.outputs)
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     from xlstm_jax.checkpoint.files import checkpoint_folder
     from xlstm_jax.checkpoint.store import CheckpointStore
 
     with contextlib.closing(CheckpointStore(checkpoint_folder(folder), read_only=True)) as store:
         if not store.has_any():
-            complain(f"There is no checkpoint in {as_typed(Path(store.folder))}.")
+            print_error(f"There is no checkpoint in {as_typed(Path(store.folder))}.")
             return 1
         rows, problems = _rows(store, verify=args.verify)
     table = Table(box=None, pad_edge=False)
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
         table.add_column(column, justify="right" if column in ("step", "MiB") else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    show(table)
+    print_out(table)
     for problem in problems:
-        complain(problem)
+        print_error(problem)
     return 1 if problems else 0
 
 

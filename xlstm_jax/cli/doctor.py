@@ -14,7 +14,7 @@ from rich.table import Table
 from xlstm_jax.cli.checks import software
 from xlstm_jax.cli.checks.disk import check_disk
 from xlstm_jax.cli.checks.section import FAILED, PASSED, WARNING, Section, first_line
-from xlstm_jax.cli.screen import Screen
+from xlstm_jax.cli.shared.screen import Screen
 
 Check = Callable[[str], Section]
 

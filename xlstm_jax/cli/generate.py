@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, checkpoint_step, find_run
-from xlstm_jax.cli.screen import complain, describe_error, show
+from xlstm_jax.cli.shared.run_folders import RUN_HELP, add_outputs, checkpoint_step, find_run
+from xlstm_jax.cli.shared.screen import describe_error, print_error, print_out
 from xlstm_jax.configs import ConfigError, check_seed
 
 BEST = "best"
@@ -55,15 +55,15 @@ def run(args: argparse.Namespace) -> int:
             step=args.step,
         )
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     except (ImportError, OSError, ValueError) as error:
-        complain(describe_error(error))
+        print_error(describe_error(error))
         return 1
     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if len(prompts) > 1:
-            show(f"--- {index + 1} of {len(prompts)}")
-        show(prompt + text)
+            print_out(f"--- {index + 1} of {len(prompts)}")
+        print_out(prompt + text)
     return 0
 
 

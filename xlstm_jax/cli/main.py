@@ -11,8 +11,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from xlstm_jax.cli.gpu_memory import set_memory_fraction
-from xlstm_jax.cli.interrupts import exit_on_ctrl_c
+from xlstm_jax.cli.shared.gpu_memory import set_memory_fraction
+from xlstm_jax.cli.shared.interrupts import exit_on_ctrl_c
 from xlstm_jax.version import __version__
 
 COMMANDS = {

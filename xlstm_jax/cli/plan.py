@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from xlstm_jax.cli.screen import as_command, complain, describe_error, show
+from xlstm_jax.cli.shared.screen import as_command, describe_error, print_error, print_out
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import compose
 
@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
         settings = compose(args.overrides, args.config_dir)
         return _plan(settings, args)
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     except (OSError, ValueError) as error:
-        complain(describe_error(error))
+        print_error(describe_error(error))
         return 1
 
 
@@ -89,14 +89,14 @@ def _plan(settings: dict[str, Any], args: argparse.Namespace) -> int:
         )
     else:
         target = args.target_memory * GIB
-        result = search(setup, target, accelerator, max_compilations=args.max_compilations, report=complain)
-        show(render_search(result, target))
+        result = search(setup, target, accelerator, max_compilations=args.max_compilations, report=print_error)
+        print_out(render_search(result, target))
         if result.setup is None:
             return 1
-        show(f"\n{as_command('train', *args.overrides, *_overrides(result.setup))}\n")
+        print_out(f"\n{as_command('train', *args.overrides, *_overrides(result.setup))}\n")
         plan = make_plan(result.setup, accelerator, compiles=False, num_steps=config.num_train_steps)
         plan = dataclasses.replace(plan, compiled=result.compiled)
-    show(render(plan, sharding=args.sharding))
+    print_out(render(plan, sharding=args.sharding))
     if args.json is not None:
         args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
     return 0

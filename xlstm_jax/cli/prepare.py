@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
-from xlstm_jax.cli.screen import as_command, as_value, complain, describe_error, show
+from xlstm_jax.cli.shared.screen import as_command, as_value, describe_error, print_error, print_out
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.shards.manifest import Manifest
@@ -70,22 +70,22 @@ def run(args: argparse.Namespace) -> int:
     options = {name: value for name, value in vars(args).items() if name not in ("run", "is_process")}
     share = options.get("validation_share")
     if share is not None and not 0 < share < 1:
-        complain(f"--validation-share is {share}, but must be more than 0 and less than 1.")
+        print_error(f"--validation-share is {share}, but must be more than 0 and less than 1.")
         return 2
     if options.get("max_document_bytes") == 0:
         options["max_document_bytes"] = None
     try:
         manifests = prepare(**options)
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        complain(describe_error(error))
+        print_error(describe_error(error))
         return 1
     except KeyboardInterrupt:
-        complain("Stopped. The same command resumes from here.")
+        print_error("Stopped. The same command resumes from here.")
         return 130
-    show(_describe_result(Path(args.output), manifests))
+    print_out(_describe_result(Path(args.output), manifests))
     return 0
 
 

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, find_run
-from xlstm_jax.cli.screen import complain, describe_error, show
+from xlstm_jax.cli.shared.run_folders import RUN_HELP, add_outputs, find_run
+from xlstm_jax.cli.shared.screen import describe_error, print_error, print_out
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.report.page import write_report
 from xlstm_jax.report.run_files import has_metrics, read_runs
@@ -32,12 +32,12 @@ def run(args: argparse.Namespace) -> int:
         output = folder / "report.html" if args.output is None else args.output
         write_report(runs, output)
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     except (OSError, ValueError) as error:
-        complain(describe_error(error))
+        print_error(describe_error(error))
         return 1
-    show(str(output))
+    print_out(str(output))
     return 0
 
 
@@ -57,4 +57,4 @@ def _find_runs(names: Sequence[str], outputs: Path) -> Iterator[Path]:
     if not num_found:
         raise ConfigError("\n".join(problems))
     for problem in problems:
-        complain(f"Skipped: {problem}")
+        print_error(f"Skipped: {problem}")

@@ -2,8 +2,8 @@
 
 import argparse
 
-from xlstm_jax.cli.run_folders import RUN_HELP, add_outputs, checkpoint_step, find_run
-from xlstm_jax.cli.screen import complain
+from xlstm_jax.cli.shared.run_folders import RUN_HELP, add_outputs, checkpoint_step, find_run
+from xlstm_jax.cli.shared.screen import print_error
 from xlstm_jax.cli.train import WRONG_SETTING, begin_startup, train_in
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import change
@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
         folder = find_run(args.run_folder, args.outputs)
         settings = change(read_settings(folder), args.overrides)
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return WRONG_SETTING
     return train_in(folder.resolve(), settings, step=args.step)

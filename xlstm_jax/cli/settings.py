@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xlstm_jax.cli.screen import complain, show
+from xlstm_jax.cli.shared.screen import print_error, print_out
 from xlstm_jax.configs import ConfigError
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         if args.markdown:
-            show(render_page())
+            print_out(render_page())
         elif args.name is None:
-            show(_list(list_settings()))
+            print_out(_list(list_settings()))
         else:
             found = find_settings(args.name)
             are_several = args.name in settings_by_group() or len({each.key for each in found}) > 1
-            show(_list(found) if are_several else "\n\n".join(map(_detail, found)))
+            print_out(_list(found) if are_several else "\n\n".join(map(_detail, found)))
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     return 0
 

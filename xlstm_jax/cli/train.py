@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xlstm_jax.cli.gpu_memory import set_memory_fraction
-from xlstm_jax.cli.interrupts import exit_on_ctrl_c
-from xlstm_jax.cli.screen import as_command, as_typed, complain, describe_error, show
-from xlstm_jax.cli.sweep_table import SweepRun, describe_sweep
+from xlstm_jax.cli.shared.gpu_memory import set_memory_fraction
+from xlstm_jax.cli.shared.interrupts import exit_on_ctrl_c
+from xlstm_jax.cli.shared.screen import as_command, as_typed, describe_error, print_error, print_out
+from xlstm_jax.cli.shared.sweep_table import SweepRun, describe_sweep
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import (
     GROUPS_FOLDER,
@@ -74,7 +74,7 @@ class _Help(argparse.Action):
         from xlstm_jax.cli.settings import describe_group
 
         try:
-            show(describe_group(values.partition("=")[0]))
+            print_out(describe_group(values.partition("=")[0]))
         except ConfigError as error:
             parser.error(str(error))
         parser.exit()
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Compose and check the settings, then train the run or the sweep, and return the exit code."""
     begin_startup("train")
     if args.cfg and args.multirun:
-        complain("--cfg prints the settings of one run: leave out -m.")
+        print_error("--cfg prints the settings of one run: leave out -m.")
         return WRONG_SETTING
     register_run_id()
     register_scaled_steps()
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         return (_sweep if args.multirun else _train_one)(args.overrides, args.config_dir)
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return WRONG_SETTING
 
 
@@ -103,7 +103,7 @@ def begin_startup(command: str) -> None:
     from xlstm_jax.utils.startup import STARTUP, seconds_since_process_start
 
     STARTUP.begin(seconds_since_process_start() if sys.argv[1:2] == [command] else 0.0)
-    import xlstm_jax.cli.header
+    import xlstm_jax.cli.shared.header
     import xlstm_jax.recipes.sweep  # noqa: F401 - measure the imports of settings and header here, with all others
 
     STARTUP.end("imports")
@@ -127,7 +127,7 @@ def _train_one(overrides: Sequence[str], config_dir: Path | None) -> int:
     make_folder(composition.folder)
     configure_log(hydra.job_logging, hydra.verbose)
     for sentence in composition.remarks:
-        show(sentence)
+        print_out(sentence)
     with composition.current():
         return train_in(folder, composition.settings, composition.notes(folder), config=config)
 
@@ -146,7 +146,7 @@ def _sweep(overrides: Sequence[str], config_dir: Path | None) -> int:
             raise ConfigError(f"Run {number} of the sweep: {error}") from error
     make_folder(folder)
     for sentence in dict.fromkeys(sentence for composition in runs for sentence in composition.remarks):
-        show(sentence)
+        print_out(sentence)
     words = [*search_path(config_dir), *free_keys(overrides, config_dir)]
     return _launch(words, [composition.settings for composition in runs])
 
@@ -184,7 +184,7 @@ def _launch(words: Sequence[str], runs: Sequence[dict[str, Any]]) -> int:
         sys.argv = argv
         messages.removeHandler(handler)
     if ended:  # Jobs of a launcher end in other processes.
-        show(f"\n{describe_sweep(ended)}")
+        print_out(f"\n{describe_sweep(ended)}")
     return max(codes)
 
 
@@ -217,7 +217,7 @@ def train_in(
         step: The step of the checkpoint to resume from, if not the newest valid one.
         config: The config of the run, if it has been built already.
     """
-    from xlstm_jax.cli.header import describe_end
+    from xlstm_jax.cli.shared.header import describe_end
     from xlstm_jax.trainer.run.signals import TrainingInterrupted
     from xlstm_jax.utils.startup import STARTUP
 
@@ -233,22 +233,22 @@ def train_in(
             while opened is None:
                 opened = _train_if_it_fits(settings, folder, notes, step, config)
     except ConfigError as error:
-        complain(str(error))
+        print_error(str(error))
         return WRONG_SETTING
     except RunFailedError as error:
-        complain(str(error))
+        print_error(str(error))
     except TrainingInterrupted as stop:
-        show(f"Stopped at step {stop.step} and saved a checkpoint. To resume:\n  {as_command('resume', folder)}")
+        print_out(f"Stopped at step {stop.step} and saved a checkpoint. To resume:\n  {as_command('resume', folder)}")
         raise
     except KeyboardInterrupt:
-        show(_describe_early_stop(folder))
+        print_out(_describe_early_stop(folder))
         return 128 + signal.SIGINT
     finally:
         STARTUP.finish()
     if opened is None:
         gc.collect()  # Coroutines of an interrupted save warn if they are first collected at interpreter exit.
         return 1
-    show(describe_end(opened))
+    print_out(describe_end(opened))
     return EXIT_CODES.get(opened.trainer.status, 0)
 
 
@@ -256,7 +256,7 @@ def _train_if_it_fits(
     settings: dict[str, Any], folder: Path, notes: Mapping[str, Any] | None, step: int, config: "RunConfig | None"
 ) -> Any:
     """Open a run and train it; return `None` if its step did not fit into memory and another choice may fit."""
-    from xlstm_jax.cli.header import describe_start
+    from xlstm_jax.cli.shared.header import describe_start
     from xlstm_jax.recipes.run import open_run
     from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
     from xlstm_jax.utils.startup import STARTUP
@@ -265,7 +265,7 @@ def _train_if_it_fits(
         opened = open_run(settings, folder, notes, step, config)
         try:
             opened.compile()
-            show(describe_start(opened))
+            print_out(describe_start(opened))
             STARTUP.end("header")
             opened.train()
         except StepDoesNotFitError as error:

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.cli.checks.section import FAILED, PASSED, Section, first_line
-from xlstm_jax.cli.gpu_check import gpu_problem
-from xlstm_jax.cli.gpu_memory import LARGEST_FRACTION, VARIABLE, current_fraction
+from xlstm_jax.cli.shared.gpu_check import gpu_problem
+from xlstm_jax.cli.shared.gpu_memory import LARGEST_FRACTION, VARIABLE, current_fraction
 from xlstm_jax.recipes.compilation_cache import describe_cache
 from xlstm_jax.utils.accelerators import host_memory
 

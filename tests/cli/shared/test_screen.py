@@ -10,8 +10,8 @@ from hydra.core.override_parser.types import QuotedString
 from rich.panel import Panel
 from rich.table import Table
 
-from xlstm_jax.cli.header import describe_end
-from xlstm_jax.cli.screen import as_command, as_value, describe_error, show
+from xlstm_jax.cli.shared.header import describe_end
+from xlstm_jax.cli.shared.screen import as_command, as_value, describe_error, print_out
 
 
 def test_a_command_is_what_a_shell_reads_as_its_words():
@@ -26,12 +26,12 @@ def test_a_table_is_wider_than_the_terminal_if_a_word_needs_it(capsys, monkeypat
     table.add_row("folder", path)
     table.add_row("words", f"{'word ' * 40}{number}")
     for content in (table, Panel(table, title="a run")):
-        show(content)
+        print_out(content)
         shown = capsys.readouterr().out
         assert path in shown
         assert number in shown
         assert max(map(len, shown.splitlines())) <= len(path) + 30  # Sentences are wrapped.
-    show("a line " * 20)
+    print_out("a line " * 20)
     assert capsys.readouterr().out.count("\n") == 1
 
 

@@ -5,7 +5,7 @@ import sys
 
 import jax
 
-from xlstm_jax.cli.gpu_memory import list_gpus
+from xlstm_jax.cli.shared.gpu_memory import list_gpus
 from xlstm_jax.kernels.mosaic_gpu.availability import NEEDED_JAX
 from xlstm_jax.utils.accelerators import HOPPER_KINDS
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from xlstm_jax.cli.interrupts import exit_on_ctrl_c
+from xlstm_jax.cli.shared.interrupts import exit_on_ctrl_c
 
 BUSY = {
     "a library that runs no Python": "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
@@ -18,7 +18,7 @@ BUSY = {
 }
 PROGRAM = """
 import hashlib, signal, sys, time
-from xlstm_jax.cli.interrupts import exit_on_ctrl_c
+from xlstm_jax.cli.shared.interrupts import exit_on_ctrl_c
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # It may be ignored where tests run in the background.
 
@@ -81,7 +81,7 @@ def test_where_ctrl_c_is_handled_only_a_second_one_that_comes_too_soon_ends_a_co
 def test_a_forked_process_does_not_write_to_its_parent():
     program = """
 import os, signal
-from xlstm_jax.cli.interrupts import exit_on_ctrl_c
+from xlstm_jax.cli.shared.interrupts import exit_on_ctrl_c
 with exit_on_ctrl_c():
     child = os.fork()
     if child == 0:

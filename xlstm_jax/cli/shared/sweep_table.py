@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from xlstm_jax.cli.screen import as_typed
+from xlstm_jax.cli.shared.screen import as_typed
 
 STATUSES = {0: "done", 1: "failed", 2: "wrong setting", 3: "bad step", 4: "skipped too many steps"}
 """The status of a run by its exit code; larger codes stand for signals."""

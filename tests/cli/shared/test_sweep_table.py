@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from xlstm_jax.cli.sweep_table import SweepRun, describe_sweep
+from xlstm_jax.cli.shared.sweep_table import SweepRun, describe_sweep
 
 
 def write_metrics(folder: Path, mode: str, **metrics: float) -> None:

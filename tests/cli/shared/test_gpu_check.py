@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from xlstm_jax.cli import gpu_check
 from xlstm_jax.cli.checks import devices
-from xlstm_jax.cli.gpu_check import gpu_problem
-from xlstm_jax.cli.gpu_memory import GIB, GPU
+from xlstm_jax.cli.shared import gpu_check
+from xlstm_jax.cli.shared.gpu_check import gpu_problem
+from xlstm_jax.cli.shared.gpu_memory import GIB, GPU
 
 
 def device(kind, platform="gpu"):

@@ -9,10 +9,10 @@ import jax
 import pytest
 from jaxlib import xla_client
 
-from xlstm_jax.cli import gpu_memory
 from xlstm_jax.cli.checks import devices
-from xlstm_jax.cli.gpu_memory import GIB, GPU, VARIABLE, choose_fraction, list_gpus, set_memory_fraction
 from xlstm_jax.cli.main import main
+from xlstm_jax.cli.shared import gpu_memory
+from xlstm_jax.cli.shared.gpu_memory import GIB, GPU, VARIABLE, choose_fraction, list_gpus, set_memory_fraction
 from xlstm_jax.distributed import set_XLA_flags
 
 H200 = GPU("NVIDIA H200", int(139.8 * GIB))

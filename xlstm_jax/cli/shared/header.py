@@ -8,9 +8,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from xlstm_jax.cli.gpu_check import gpu_problem
-from xlstm_jax.cli.gpu_memory import current_fraction
-from xlstm_jax.cli.screen import as_command, as_typed
+from xlstm_jax.cli.shared.gpu_check import gpu_problem
+from xlstm_jax.cli.shared.gpu_memory import current_fraction
+from xlstm_jax.cli.shared.screen import as_command, as_typed
 from xlstm_jax.dataset.sources.compressors import PRIMED_XZ
 from xlstm_jax.dataset.sources.text_measures import TextMeasures
 from xlstm_jax.models.blocks.kind import block_kind

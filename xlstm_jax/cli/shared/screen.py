@@ -39,7 +39,7 @@ class Screen(Console):
             raise SystemExit(CLOSED_STDOUT) from stop
 
 
-def show(content: Any) -> None:
+def print_out(content: Any) -> None:
     """Print to stdout; strings are printed verbatim, without line wrapping or markup."""
     if isinstance(content, str):
         Screen(highlight=False, markup=False, soft_wrap=True).print(content)
@@ -47,7 +47,7 @@ def show(content: Any) -> None:
         Screen(highlight=False).print_whole(content)
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error message to stderr."""
     Screen(stderr=True, highlight=False, markup=False, soft_wrap=True).print(message)
 
