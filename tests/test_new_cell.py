@@ -17,6 +17,8 @@ from xlstm_jax.configs import ConfigError
 from xlstm_jax.models.cost import count_flops, model_cost
 from xlstm_jax.models.xlstm import XLSTMConfig
 
+pytestmark = pytest.mark.slow
+
 STACK = ["gla", "attention"] * 2
 SHAPE = {"vocab_size": 24, "embedding_dim": 16, "num_heads": 2, "num_blocks": 4, "block_kinds": STACK}
 TOKENS, TARGETS = tokens(24, rows=2, length=13)

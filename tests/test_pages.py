@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from processes import TESTS
 
+pytestmark = pytest.mark.slow
+
 ROOT = TESTS.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -15,6 +15,8 @@ from xlstm_jax.checkpoint.checksums import CHECKSUMS_FILE, CorruptCheckpointErro
 from xlstm_jax.checkpoint.retention import Retention
 from xlstm_jax.checkpoint.store import CheckpointStore
 
+pytestmark = pytest.mark.slow
+
 RUN = {"trainer": {"callbacks": [{"save_optimizer_state": True, "save_dataloader_state": True}]}}
 PARTS = ["params", "opt_state", "step", "rng", "data", "run", "metadata"]
 

@@ -14,6 +14,8 @@ from checkpoint.states import assert_same
 import xlstm_jax
 from xlstm_jax.checkpoint.store import CheckpointStore
 
+pytestmark = pytest.mark.slow
+
 NUM_KILLS = 3
 DEADLINE_SECONDS = 120
 

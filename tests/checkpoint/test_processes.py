@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 from checkpoint.states import assert_same, make_state, parts
 from processes import run_two
 
 from xlstm_jax.checkpoint.loaders import own_states
 from xlstm_jax.checkpoint.store import CheckpointStore
+
+pytestmark = pytest.mark.slow
 
 
 def test_two_processes_save_and_one_goes_on(tmp_path, caplog):

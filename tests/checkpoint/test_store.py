@@ -27,6 +27,8 @@ from xlstm_jax.checkpoint.retention import Retention
 from xlstm_jax.checkpoint.store import CheckpointNotFoundError, CheckpointNotWrittenError, CheckpointStore
 from xlstm_jax.models.shared import layout as model_layout
 
+pytestmark = pytest.mark.slow
+
 MESHES = {"dp8": {"dp": 8}, "fsdp8": {"fsdp": 8}, "dp2-fsdp2-tp2": {"dp": 2, "fsdp": 2, "tp": 2}}
 NO_CONFIGS = {"metadata": {}}
 

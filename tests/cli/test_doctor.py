@@ -16,6 +16,8 @@ from xlstm_jax.cli.main import main
 from xlstm_jax.kernels.mlstm import api as mlstm_api
 from xlstm_jax.kernels.slstm import api as slstm_api
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def wide_and_elsewhere(monkeypatch, tmp_path):

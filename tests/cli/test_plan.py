@@ -7,6 +7,8 @@ import pytest
 
 from xlstm_jax.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     "model.vocab_size=512",
     "model.embedding_dim=64",

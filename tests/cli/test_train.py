@@ -26,6 +26,8 @@ from xlstm_jax.recipes.compose import compose
 from xlstm_jax.recipes.run_config import build_run
 from xlstm_jax.recipes.run_vocabulary import read_vocabulary
 
+pytestmark = pytest.mark.slow
+
 TINY = (
     "model.embedding_dim=32",
     "model.num_heads=2",

@@ -13,6 +13,8 @@ from xlstm_jax.recipes.performance import PERFORMANCE_FILE, Devices
 from xlstm_jax.trainer.base.compiled_step import CompiledMemory
 from xlstm_jax.trainer.llm.trainer import LLMTrainer
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 2**30
 TINY = (
     "model.embedding_dim=32",

@@ -16,6 +16,8 @@ from xlstm_jax.conversion.rules import to_ours
 from xlstm_jax.models.llama import LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 PAPER = (XLSTM, xlstm.config_from_paper, xlstm.paper_rules, {"chunk_size": 8})
 PEERS = {

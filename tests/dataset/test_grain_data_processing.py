@@ -22,6 +22,8 @@ from xlstm_jax.dataset.grain_data_processing import (
 )
 from xlstm_jax.dataset.grain_iterator import make_grain_multihost_iterator
 
+pytestmark = pytest.mark.slow
+
 END = 256
 """The end of a document, for the tokenizer of bytes."""
 

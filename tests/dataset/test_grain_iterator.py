@@ -20,6 +20,8 @@ from xlstm_jax.dataset.grain_iterator import (
     shard_grain_dataset,
 )
 
+pytestmark = pytest.mark.slow
+
 END = 9
 
 

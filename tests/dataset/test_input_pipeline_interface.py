@@ -29,6 +29,8 @@ from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.sources.standard_library import compressor_baselines, load_standard_library
 from xlstm_jax.dataset.tokenizers.light import train_tokenizer
 
+pytestmark = pytest.mark.slow
+
 ROWS, LENGTH, END = 8, 16, 256
 TEXTS = [f"Document {index}: " + "naïve " * (index % 7) for index in range(23)]
 BATCHES = {"global_batch_size": ROWS, "max_target_length": LENGTH, "tokenizer_path": "byte", "worker_count": 0}

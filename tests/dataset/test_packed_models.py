@@ -15,6 +15,8 @@ from xlstm_jax.dataset.sources.source import Source
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 
+pytestmark = pytest.mark.slow
+
 VOCAB, END, LENGTH = 20, 0, 16
 SIZE = {"vocab_size": VOCAB, "embedding_dim": 16, "num_blocks": 2}
 MODELS = {

@@ -15,6 +15,8 @@ from tolerances import assert_close
 from xlstm_jax.distributed import TPAsyncDense, TPDense, shard_module_params, split_array_over_mesh, sync_gradients
 from xlstm_jax.distributed.array_utils import axis_size
 
+pytestmark = pytest.mark.slow
+
 FEATURES, HIDDEN, ROWS = 16, 32, 16
 
 DENSE = {

@@ -9,6 +9,8 @@ from drills.interrupted_command import CommandServer
 from drills.kills import Kill, KilledRun
 from drills.outcomes import Outcome, Result, error_of_traceback, faults, judge_output, run_case, table
 
+pytestmark = pytest.mark.slow
+
 COUNTS = {bad_calls: 60, bad_shards: 12, bad_sources: 15, bad_tokenizers: 8, commands: 10, damage: 4}
 KILL = Kill("deletion", "SIGKILL", 20)
 """Before step 36, so that the resumed run validates again before it ends."""

@@ -16,6 +16,8 @@ from xlstm_jax.models.shared.projections import TransposedDense
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.utils.pytree_utils import flatten_dict
 
+pytestmark = pytest.mark.slow
+
 BASE = XLSTMConfig(vocab_size=24, embedding_dim=16, num_heads=2, num_blocks=4, chunk_size=8)
 CONFIGS = {
     "mlstm": BASE,

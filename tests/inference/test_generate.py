@@ -17,6 +17,8 @@ from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.trainer.llm.sampling import generate_tokens
 
+pytestmark = pytest.mark.slow
+
 VOCAB, ROWS, PREFIX, LENGTH = 16, 8, 5, 12
 
 

@@ -17,6 +17,8 @@ from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.models.xlstm.config import published
 
+pytestmark = pytest.mark.slow
+
 BATCH, LENGTH = 3, 13
 BASE = XLSTMConfig(
     vocab_size=24, embedding_dim=16, num_heads=2, num_blocks=2, chunk_size=8, ffn_dim=20, loss_chunk_size=16

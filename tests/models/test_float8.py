@@ -13,6 +13,8 @@ from xlstm_jax.inference.decoding import for_decoding
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 
+pytestmark = pytest.mark.slow
+
 COMMON = {"vocab_size": 64, "embedding_dim": 32, "num_blocks": 2, "dtype": "bfloat16", "parallel": PARALLEL}
 XLSTM_CONFIG = XLSTMConfig(num_heads=4, chunk_size=8, **COMMON)
 MODELS = {

@@ -18,6 +18,8 @@ from xlstm_jax.models.shared.stack import Context
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.models.xlstm.slstm import SLSTMLayer
 
+pytestmark = pytest.mark.slow
+
 MODELS = {
     "xlstm": XLSTM(
         XLSTMConfig(vocab_size=64, embedding_dim=32, num_heads=4, num_blocks=2, chunk_size=8, parallel=PARALLEL)

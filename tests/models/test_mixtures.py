@@ -19,6 +19,8 @@ from xlstm_jax.models.llama.attention import KVCache
 from xlstm_jax.models.shared.layout import to_canonical
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 24
 BASE = XLSTMConfig(
     vocab_size=VOCAB,

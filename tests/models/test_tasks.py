@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SLSTM, MLSTM = "xLSTM[0:1]", "xLSTM[1:0]"
 

@@ -21,6 +21,8 @@ from xlstm_jax.models.shared.layout import to_canonical
 from xlstm_jax.models.xlstm import XLSTM, XLSTMConfig
 from xlstm_jax.models.xlstm.config import published
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 24
 BASE = XLSTMConfig(vocab_size=VOCAB, embedding_dim=16, num_heads=2, num_blocks=2, chunk_size=8)
 KINDS = {

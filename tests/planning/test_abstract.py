@@ -16,6 +16,8 @@ from xlstm_jax.trainer.llm.trainer import LLMTrainer
 from xlstm_jax.trainer.optimizer import OptimizerConfig
 from xlstm_jax.trainer.placement import place_batch
 
+pytestmark = pytest.mark.slow
+
 EIGHT = {"dp": 2, "fsdp": 2, "tp": 2}
 RUNS = {
     "plain": {},

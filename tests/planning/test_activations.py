@@ -12,6 +12,8 @@ from xlstm_jax.planning.activations import kept_activations
 from xlstm_jax.planning.compiled import compile_here
 from xlstm_jax.planning.plan import make_plan
 
+pytestmark = pytest.mark.slow
+
 
 def kept(**options):
     return kept_activations(AbstractTrainer.from_setup(make_setup(**options)))

@@ -11,6 +11,8 @@ from xlstm_jax.planning.abstract import AbstractTrainer
 from xlstm_jax.planning.communication import count_communication, estimate_communication
 from xlstm_jax.planning.memory import list_parameters
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = jnp.zeros((16, 3))
 PROGRAMS = {
     "sum": (lambda x: lax.psum(x, "fsdp"), {("fsdp",): 2 * 192 * 3 / 4}),

@@ -9,6 +9,8 @@ from planning.test_footprint import GIB, H200, measured_setup
 from xlstm_jax.planning.footprint import state_bytes
 from xlstm_jax.planning.performance import SETTINGS, fitting, largest_batch, rank
 
+pytestmark = pytest.mark.slow
+
 MEASURED = {  # model: (remat, scanned, kept logits) and tokens/s of benchmarks/train_step.py on one H200
     "162m": {
         ("none", False, True): 630_000,

@@ -14,6 +14,8 @@ from xlstm_jax.planning.search import search
 from xlstm_jax.planning.tables import render_search
 from xlstm_jax.utils.accelerators import find_accelerator
 
+pytestmark = pytest.mark.slow
+
 H100 = find_accelerator("h100")
 SMALL = {"remats": ("none", "full"), "model_sizes": (1,)}
 

@@ -12,6 +12,8 @@ from xlstm_jax.planning.setup import Setup
 from xlstm_jax.planning.simulate import compile_elsewhere, compiled_memory
 from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("shape", [SHAPE, LLAMA], ids=["xlstm", "llama"])
 def test_a_setup_survives_json(shape):

@@ -19,6 +19,8 @@ from xlstm_jax.recipes.compilation_cache import (
     prepare_folder,
 )
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "jax_compilation_cache_dir": None,
     "jax_compilation_cache_max_size": -1,

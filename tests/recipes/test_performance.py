@@ -23,6 +23,8 @@ from xlstm_jax.recipes.performance import (
 from xlstm_jax.recipes.run_config import build_run
 from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 RUN = (
     "model=xlstm_160m",

@@ -8,6 +8,8 @@ from processes import run_two
 
 from xlstm_jax.recipes.performance import PERFORMANCE_FILE
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = pathlib.Path(__file__).with_name("one_of_two.py")
 
 

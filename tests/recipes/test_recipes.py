@@ -22,6 +22,8 @@ from xlstm_jax.planning.setup import Setup
 from xlstm_jax.recipes.compose import GROUPS_FOLDER, compose, groups
 from xlstm_jax.recipes.run_config import RunConfig, build_run
 
+pytestmark = pytest.mark.slow
+
 EXPERIMENTS = sorted(groups()["experiment"])
 PUBLISHED = [name for name in EXPERIMENTS if name.startswith(("xlstm", "llama", "paper"))]
 NUM_DEVICES = {"xlstm_7b": 128, "xlstm_7b_long": 128}

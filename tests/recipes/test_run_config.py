@@ -16,6 +16,8 @@ from xlstm_jax.recipes.compose import ROOT, change, compose, groups, initialized
 from xlstm_jax.recipes.run_config import RunConfig, build_run
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 
+pytestmark = pytest.mark.slow
+
 
 def run_of(*overrides: str) -> RunConfig:
     return build_run(compose(overrides))

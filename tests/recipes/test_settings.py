@@ -12,6 +12,8 @@ from xlstm_jax.configs import ConfigError
 from xlstm_jax.recipes.compose import compose, groups
 from xlstm_jax.recipes.settings import describe_fields, describe_type, find_settings, list_settings, suggest
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_setting_has_a_description():
     assert [f"{each.config}: {each.key}" for each in list_settings() if not each.description] == []

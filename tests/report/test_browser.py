@@ -13,7 +13,10 @@ from xlstm_jax.report.run_files import read_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"No browser is on PATH: none of {', '.join(BROWSERS)}.")
+pytestmark = [
+    pytest.mark.skipif(BROWSER is None, reason=f"No browser is on PATH: none of {', '.join(BROWSERS)}."),
+    pytest.mark.slow,
+]
 
 LINES = {
     "Loss": 2,

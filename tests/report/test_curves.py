@@ -1,9 +1,12 @@
 """Fewer points that look the same."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xlstm_jax.report.curves import Curve, finite_or_none, spread
+
+pytestmark = pytest.mark.slow
 
 VALUES = st.lists(st.none() | st.floats(-100, 100), min_size=1, max_size=300)
 

@@ -13,6 +13,8 @@ from xlstm_jax.report.markup import Markup, joined, script_json, tag
 from xlstm_jax.report.page import build_page, write_report
 from xlstm_jax.report.run_files import read_run, read_runs
 
+pytestmark = pytest.mark.slow
+
 ATTACK = "</script><script>alert(1)</script><img src=http://a.b onerror=alert(1)>"
 
 

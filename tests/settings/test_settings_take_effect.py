@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 
+import pytest
 from processes import TESTS
 from settings.observe import CASES
 from test_architecture import config_classes, declared_fields
+
+pytestmark = pytest.mark.slow
 
 WITHOUT_CASE = {
     "DataConfig.data_config_type": "is read before there is a config: it chooses the class",

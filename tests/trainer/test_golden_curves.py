@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from golden import curves
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", curves.MODELS)
 def test_a_tiny_run_gives_its_golden_curves(name, tmp_path):

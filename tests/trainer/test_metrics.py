@@ -16,6 +16,8 @@ from tolerances import assert_close
 
 from xlstm_jax.trainer.metrics import aggregate_metrics, get_metrics, reduce_step_metrics, update_metrics
 
+pytestmark = pytest.mark.slow
+
 ACCUMULATED = ["mean", "mean_nopostfix", "single", "max", "std"]
 VALUES = st.integers(-6400, 6400).map(lambda x: x / 64)
 STEPS = st.lists(st.tuples(VALUES, st.integers(0, 4)), min_size=1, max_size=6)

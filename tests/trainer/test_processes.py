@@ -4,8 +4,11 @@ import functools
 import pathlib
 
 import numpy as np
+import pytest
 from processes import run_two
 from trainer.runs import SizedTokenLoader, TokenLoader, losses, make_trainer, model_config
+
+pytestmark = pytest.mark.slow
 
 run = functools.partial(run_two, pathlib.Path(__file__).with_name("one_of_two.py"))
 

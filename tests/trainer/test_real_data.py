@@ -10,6 +10,8 @@ from trainer.runs import LENGTH, ROWS, losses, make_trainer, model_config, whole
 from xlstm_jax.dataset import StandardLibraryDataConfig, TextFilesDataConfig, create_mixed_data_iterator
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS, STOP = 8, 5
 EIGHT, TWO = {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 2}
 

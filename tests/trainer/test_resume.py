@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from trainer.runs import losses
 
+pytestmark = pytest.mark.slow
+
 HERE = pathlib.Path(__file__).parent
 NUM_STEPS = 14
 ENDINGS = {

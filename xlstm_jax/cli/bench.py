@@ -91,7 +91,9 @@ def _run_and_keep(name: str, script: Path, options: list[str], machine: dict[str
         file = own
     else:
         file = write_dated(folder, name, _page(name, script, options, machine, outcome))
-    (print_error if outcome.exit_code else print_out)(f"{name}: {_verdict(outcome)}; written to {as_typed(file.resolve())}")
+    (print_error if outcome.exit_code else print_out)(
+        f"{name}: {_verdict(outcome)}; written to {as_typed(file.resolve())}"
+    )
     return outcome.exit_code == 0
 
 

@@ -14,6 +14,8 @@ from xlstm_jax.dataset.order.batches import BatchOrder, OrderedBatches
 from xlstm_jax.dataset.order.mixture import WeightSchedule
 from xlstm_jax.dataset.sources.source import Source
 
+pytestmark = pytest.mark.slow
+
 ROWS, LENGTH, END = 8, 12, 999_999
 DOCUMENTS = [random_documents(seed, 60, first_token=1 + 100_000 * seed) for seed in range(2)]
 

@@ -27,6 +27,8 @@ from xlstm_jax.dataset.shards.manifest import read_manifest, write_manifest
 from xlstm_jax.dataset.shards.token_shards import TokenShards, write_shard
 from xlstm_jax.utils.locks import lock
 
+pytestmark = pytest.mark.slow
+
 
 def start(*arguments, **environment):
     command = [sys.executable, "-m", "xlstm_jax.cli.main", "prepare", *map(str, arguments)]

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from xlstm_jax.dataset.sources.text_store import TextStore
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["first", "", "dritter: Bäume € 😀\r\n", "x" * 1000]
 BUILD_AND_WAIT = """
 import sys, time

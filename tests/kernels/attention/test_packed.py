@@ -21,6 +21,8 @@ from xlstm_jax.kernels.shared.log_once import log_once
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 from xlstm_jax.models.llama import attention as llama_attention
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 13
 LAYOUTS = {
     "one document a row": [[LENGTH]] * 3,

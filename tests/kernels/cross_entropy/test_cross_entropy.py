@@ -15,6 +15,8 @@ from xlstm_jax.kernels.cross_entropy.tiling import ENOUGH, MAX_SPLITS, MULTIPLE_
 from xlstm_jax.kernels.mosaic_gpu.availability import NEEDED_JAX, hopper_unavailable_reason
 from xlstm_jax.kernels.shared.log_once import log_once
 
+pytestmark = pytest.mark.slow
+
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < NEEDED_JAX, reason="Mosaic GPU kernels need jax 0.11")
 on_a_simulated_gpu = pytest.mark.skipif(
     hopper_unavailable_reason() is None, reason="a Hopper GPU runs the kernels themselves"

@@ -15,6 +15,8 @@ from xlstm_jax.kernels.mlstm import MLSTMState, empty_state, mlstm, mlstm_step
 from xlstm_jax.kernels.mlstm.arg_specs import SMALL, ArgSpec
 from xlstm_jax.kernels.shared.log_once import log_once
 
+pytestmark = pytest.mark.slow
+
 FORMS = ["reference", "parallel", "chunkwise"]
 FAST_FORMS = ["parallel", "chunkwise"]
 PARTS = ["hidden", "memory", "normalizer", "stabilizer"]

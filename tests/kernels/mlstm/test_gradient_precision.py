@@ -19,6 +19,8 @@ from xlstm_jax.kernels.mlstm.arg_specs import ArgSpec
 from xlstm_jax.kernels.mlstm.hopper.tiling import HEAD_DIMS, Tiling
 from xlstm_jax.kernels.mosaic_gpu.availability import NEEDED_JAX, hopper_unavailable_reason
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1e-2
 """The largest relative error, by norm."""
 FORGET_GATES = [-5.0, 0.0, 4.5, 9.0]

@@ -15,6 +15,8 @@ from xlstm_jax.kernels.shared.log_once import log_once
 from xlstm_jax.kernels.slstm import SLSTMState, empty_state, slstm, slstm_step
 from xlstm_jax.kernels.slstm.arg_specs import SMALL, ArgSpec
 
+pytestmark = pytest.mark.slow
+
 FORMS = ["reference", "recompute"]
 compiled = jax.jit(slstm, static_argnames=("return_state", "backend"))
 

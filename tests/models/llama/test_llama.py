@@ -14,6 +14,8 @@ from xlstm_jax.configs import ConfigDict
 from xlstm_jax.distributed.mesh_utils import ParallelConfig
 from xlstm_jax.models.llama import LlamaConfig, LlamaTransformer
 
+pytestmark = pytest.mark.slow
+
 VARIANTS = {
     "grouped queries": {},
     "options": {

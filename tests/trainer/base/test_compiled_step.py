@@ -6,6 +6,8 @@ from trainer.runs import LENGTH, ROWS, TokenLoader, make_trainer
 
 from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError, memory_limit
 
+pytestmark = pytest.mark.slow
+
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 

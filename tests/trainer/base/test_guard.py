@@ -13,6 +13,8 @@ from xlstm_jax.trainer.base.guard import BadStepConfig, GuardState, judge
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 from xlstm_jax.trainer.llm.trainer import LLMTrainer
 
+pytestmark = pytest.mark.slow
+
 EIGHT = {"dp": 2, "fsdp": 2, "tp": 2}
 BAD_TOKEN = 31
 

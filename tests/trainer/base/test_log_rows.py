@@ -10,6 +10,8 @@ from trainer.runs import SizedTokenLoader, TokenLoader, make_trainer
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 from xlstm_jax.trainer.run.signals import TrainingInterrupted
 
+pytestmark = pytest.mark.slow
+
 
 def rows_of(path, mode="train"):
     return [json.loads(line) for line in (path / f"file_logs/metrics_{mode}.jsonl").read_text().splitlines()]

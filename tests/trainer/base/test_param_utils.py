@@ -31,6 +31,8 @@ from xlstm_jax.trainer.base.param_utils import (
 from xlstm_jax.utils.partitioned import unboxed
 from xlstm_jax.utils.pytree_utils import flatten_pytree
 
+pytestmark = pytest.mark.slow
+
 MESH_SHAPES = [shape for shape in itertools.product([1, 2, 4, 8], repeat=4) if math.prod(shape) == 8]
 
 

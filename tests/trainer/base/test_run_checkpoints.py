@@ -11,6 +11,8 @@ from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 from xlstm_jax.trainer.callbacks.ema import ParameterEMAConfig
 from xlstm_jax.trainer.llm.trainer import LLMTrainer
 
+pytestmark = pytest.mark.slow
+
 EIGHT = {"dp": 2, "fsdp": 2, "tp": 2}
 
 

@@ -17,6 +17,8 @@ from xlstm_jax.trainer.base.steps import StepLogging, eval_step, train_step
 from xlstm_jax.trainer.metrics import get_metrics
 from xlstm_jax.trainer.user_functions import documented_loss
 
+pytestmark = pytest.mark.slow
+
 
 class Regression(nn.Module):
     """A layer that sows its output and keeps a running mean."""

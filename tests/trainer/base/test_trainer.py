@@ -33,6 +33,8 @@ from xlstm_jax.trainer.logger import Logger, LoggerConfig
 from xlstm_jax.trainer.logger.console import ConsoleLogger
 from xlstm_jax.utils.startup import STARTUP
 
+pytestmark = pytest.mark.slow
+
 EIGHT = {"dp": 2, "fsdp": 2, "tp": 2}
 
 

@@ -13,6 +13,8 @@ from trainer.runs import (
 from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, ModelCheckpointConfig
 from xlstm_jax.trainer.logger import LoggerConfig
 
+pytestmark = pytest.mark.slow
+
 
 @dataclasses.dataclass(kw_only=True, frozen=False)
 class RecorderConfig(CallbackConfig):

@@ -21,6 +21,8 @@ from xlstm_jax.trainer.data_module import DataloaderModule
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 from xlstm_jax.trainer.run.saved_run import restore_callbacks
 
+pytestmark = pytest.mark.slow
+
 
 @dataclasses.dataclass(kw_only=True)
 class Settings(ConfigDict):

@@ -23,6 +23,8 @@ from xlstm_jax.trainer.callbacks.extended_evaluation import (
 )
 from xlstm_jax.utils.partitioned import is_partitioned, unboxed
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(xlstm_jax.__file__).parents[1]
 
 MESHES = [{}, {"dp": 8}, {"fsdp": 8}, {"dp": 2, "fsdp": 2, "tp": 2}]

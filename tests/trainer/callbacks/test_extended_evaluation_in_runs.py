@@ -29,6 +29,8 @@ from xlstm_jax.trainer.data_module import DataloaderModule
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 
+pytestmark = pytest.mark.slow
+
 
 class Regression(nn.Module):
     """A layer beside a variable that is no parameter."""

@@ -11,6 +11,8 @@ from trainer.callbacks.regression import draw_batches, make_regression
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.trainer.callbacks import JaxProfilerConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def calls(monkeypatch):

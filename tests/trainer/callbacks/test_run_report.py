@@ -15,6 +15,8 @@ from xlstm_jax.trainer.callbacks import Callback, CallbackConfig, run_report
 from xlstm_jax.trainer.callbacks.run_report import RunReportConfig
 from xlstm_jax.trainer.run.signals import TrainingInterrupted
 
+pytestmark = pytest.mark.slow
+
 
 class Hook(Callback):
     """Calls a function after each step."""

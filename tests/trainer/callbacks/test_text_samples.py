@@ -14,6 +14,8 @@ from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
 from xlstm_jax.trainer.logger import Logger
 from xlstm_jax.trainer.logger.base_logger import LoggerTool
 
+pytestmark = pytest.mark.slow
+
 
 class Reader(LoggerTool):
     """Keeps the texts that it is given."""

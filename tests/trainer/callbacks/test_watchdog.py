@@ -12,6 +12,8 @@ from trainer.callbacks.regression import draw_batches, make_regression
 from xlstm_jax.configs import ConfigError
 from xlstm_jax.trainer.callbacks.watchdog import HANG_EXIT_CODE, HangWatchdogConfig
 
+pytestmark = pytest.mark.slow
+
 SETUP = """
 import sys, time
 from pathlib import Path

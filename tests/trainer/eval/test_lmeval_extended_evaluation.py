@@ -37,7 +37,7 @@ from xlstm_jax.configs import ConfigError
 from xlstm_jax.dataset.tokenizers.light import ByteTokenizer
 from xlstm_jax.trainer.eval.lmeval_extended_evaluation import LMEvalEvaluationConfig, fuse_document_results
 
-pytestmark = pytest.mark.usefixtures("offline")
+pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.slow]
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-4}
 

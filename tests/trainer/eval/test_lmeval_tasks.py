@@ -24,7 +24,7 @@ from xlstm_jax.trainer.eval.lmeval_extended_evaluation import LMEvalEvaluationCo
 from xlstm_jax.trainer.logger.base_logger import LoggerConfig
 from xlstm_jax.trainer.logger.file_logger import FileLoggerConfig
 
-pytestmark = pytest.mark.usefixtures("offline")
+pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.slow]
 
 QUESTIONS = [
     {"question": f"{SENTENCE} {number}?", "choices": [f"yes{number}", f"not{number}", "sure"], "answer": number % 3}

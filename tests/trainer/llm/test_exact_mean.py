@@ -18,6 +18,8 @@ from xlstm_jax.trainer.metrics import get_metrics
 from xlstm_jax.trainer.optimizer.optimizer import OptimizerConfig
 from xlstm_jax.trainer.optimizer.scheduler import SchedulerConfig
 
+pytestmark = pytest.mark.slow
+
 ROWS, NUM_STEPS, TOLERANCE = 32, 5, 1e-5
 # Momentum of 0 is none, but the optimizer then keeps the gradients of the last step.
 SGD = OptimizerConfig(name="sgd", scheduler=SchedulerConfig(lr=0.1), beta1=0.0)

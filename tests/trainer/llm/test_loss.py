@@ -26,6 +26,8 @@ from xlstm_jax.trainer.metrics import get_metrics
 from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig
 from xlstm_jax.trainer.user_functions import StepContext, model_takes
 
+pytestmark = pytest.mark.slow
+
 CONFIG = XLSTMConfig(vocab_size=16, embedding_dim=16, num_heads=2, num_blocks=1, chunk_size=4)
 
 

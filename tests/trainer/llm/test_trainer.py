@@ -18,6 +18,8 @@ from xlstm_jax.trainer.llm.sampling import greedy_sampling
 from xlstm_jax.trainer.llm.trainer import LLMTrainerConfig
 from xlstm_jax.trainer.metrics import get_metrics
 
+pytestmark = pytest.mark.slow
+
 LLAMA = ModelConfig(
     model_class=LlamaTransformer,
     parallel=ParallelConfig(),

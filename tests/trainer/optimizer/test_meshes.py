@@ -25,6 +25,8 @@ from trainer.optimizer.layouts import (
 from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig, build_optimizer
 from xlstm_jax.trainer.optimizer.optimizer import OPTIMIZERS
 
+pytestmark = pytest.mark.slow
+
 SCHEDULER = SchedulerConfig(lr=0.1, name="linear", decay_steps=10)
 
 

@@ -15,6 +15,8 @@ from xlstm_jax.trainer.optimizer.ademamix import alpha_scheduler, beta3_schedule
 from xlstm_jax.trainer.optimizer.optimizer import OPTIMIZERS, build_gradient_transformations, build_optimizer_function
 from xlstm_jax.trainer.optimizer.sharded import scale_by_trust_ratio_sharded
 
+pytestmark = pytest.mark.slow
+
 MOVING = tuple(name for name in OPTIMIZERS if name != "none")
 NO_BIAS = ["bias"]
 

@@ -15,6 +15,8 @@ from xlstm_jax.trainer.callbacks.ema import ParameterEMAConfig
 from xlstm_jax.trainer.callbacks.extended_evaluation import EvalState
 from xlstm_jax.trainer.optimizer import OptimizerConfig, SchedulerConfig, build_optimizer, get_eval_params
 
+pytestmark = pytest.mark.slow
+
 CONFIG = OptimizerConfig(
     name="schedule_free_adamw", scheduler=SchedulerConfig(lr=0.1), weight_decay=0.1, grad_clip_norm=1.0
 )
