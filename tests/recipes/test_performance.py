@@ -240,6 +240,14 @@ def test_a_choice_that_did_not_fit_is_followed_by_a_smaller_one(tmp_path, caplog
     assert "did not fit" in caplog.text
 
 
+def test_after_a_step_ran_out_of_memory_estimates_count_as_a_tenth_too_low(tmp_path):
+    first = resolve("batch_size=16", folder=tmp_path)
+    reject(tmp_path, first, StepDoesNotFitError(None, first.memory_limit))
+    second = resolve("batch_size=16", folder=tmp_path)
+    excess = 1.1 * max(first.estimate, first.memory_limit) / first.estimate
+    assert excess * second.estimate <= first.memory_limit
+
+
 def test_choices_that_run_out_of_memory_end_with_an_error(tmp_path):
     def try_all():
         for _ in range(50):
