@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from xlstm_jax.configs import ConfigError
+from xlstm_jax.dataset.tokenizers.vocabulary import Vocabulary
 from xlstm_jax.recipes.lock import locked
-from xlstm_jax.recipes.run import _check_monitored, _load_state, find_latest
+from xlstm_jax.recipes.run import _check_monitored, _check_tokenizer_of_source, _load_state, find_latest
+from xlstm_jax.recipes.run_vocabulary import write_vocabulary
 from xlstm_jax.trainer.callbacks import ModelCheckpointConfig
 from xlstm_jax.trainer.metrics import update_metrics
 
@@ -82,6 +84,14 @@ def test_a_run_that_starts_from_another_one_reports_what_it_loaded(init_optimize
     trainer.global_step = 0
     trainer.load_pretrained_model = lambda path, load_optimizer: 30
     assert _load_state(trainer, config, "train", "val", -1) == source
+
+
+def test_a_run_that_starts_from_one_with_another_tokenizer_is_refused(tmp_path):
+    write_vocabulary(tmp_path, Vocabulary(300, "the earlier run", None, "a" * 64))
+    _check_tokenizer_of_source(tmp_path, Vocabulary(300, "the data", None, "a" * 64))
+    _check_tokenizer_of_source(tmp_path / "without", Vocabulary(300, "the data", None, "b" * 64))
+    with pytest.raises(ConfigError, match="is another tokenizer than"):
+        _check_tokenizer_of_source(tmp_path, Vocabulary(300, "the data", None, "b" * 64))
 
 
 def test_a_run_that_resumes_with_other_validation_data_says_so(caplog, unchecked_shapes):

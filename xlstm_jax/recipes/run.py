@@ -20,7 +20,7 @@ from xlstm_jax.dataset.configs import TextDataConfig
 from xlstm_jax.dataset.prepare import prepare
 from xlstm_jax.dataset.sources.text_measures import TextMeasures, measure_text
 from xlstm_jax.dataset.sources.vocabulary_lookup import find_vocabulary
-from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError, Vocabulary
+from xlstm_jax.dataset.tokenizers.vocabulary import MissingTokenizerError, Vocabulary, check_vocabularies
 from xlstm_jax.distributed.mesh_utils import initialize_mesh
 from xlstm_jax.recipes.compilation_cache import enable_compilation_cache
 from xlstm_jax.recipes.compose import CONFIG_FILE, resolved
@@ -31,7 +31,7 @@ from xlstm_jax.recipes.performance import Performance, describe_devices, reject,
 from xlstm_jax.recipes.processes import from_first_process
 from xlstm_jax.recipes.rejected import RejectedFolder
 from xlstm_jax.recipes.run_config import RunConfig, build_run
-from xlstm_jax.recipes.run_vocabulary import write_vocabulary
+from xlstm_jax.recipes.run_vocabulary import read_vocabulary, write_vocabulary
 from xlstm_jax.trainer.base.compiled_step import StepDoesNotFitError
 from xlstm_jax.trainer.callbacks.run_report import RunReportConfig
 from xlstm_jax.trainer.callbacks.text_samples import TextSamplesConfig
@@ -166,6 +166,7 @@ def open_run(
         trainer.check_data(train=train_loader, val=val_loader)
         _check_monitored(trainer, val_loader)
         STARTUP.end("data")
+        _check_tokenizer_of_source(config.init_from, train_loader.vocabulary)
         source = _load_state(trainer, config, train_loader, val_loader, step)
         STARTUP.end("checkpoint")
         write_settings(settings, folder, notes)
@@ -322,6 +323,12 @@ def _check_monitored(trainer: LLMTrainer, val_loader: Any) -> None:
                 f"callbacks: {type(callback).__name__} is to monitor {monitor!r}, but validations report "
                 f"{', '.join(reported)}: set monitor to one of them.{nearest(monitor, reported)}"
             )
+
+
+def _check_tokenizer_of_source(init_from: Path | None, vocabulary: Vocabulary | None) -> None:
+    """Raise if the run that another one starts from has another tokenizer than its data."""
+    if init_from is not None:
+        check_vocabularies(None, {"init_from": read_vocabulary(init_from), "data": vocabulary})
 
 
 def _load_state(

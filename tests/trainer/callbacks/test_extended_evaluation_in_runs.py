@@ -157,7 +157,7 @@ def test_hooks_are_called_with_what_an_evaluation_returns():
 
 
 class Counting:
-    """A loader that goes on through its data: what it gives depends on its position."""
+    """A loader that continues through its data: its batches depend on its position."""
 
     def __init__(self):
         self.position = 0
